@@ -1,0 +1,1 @@
+"""Settings: YAML for values, schema.py for types and ranges."""

@@ -1,0 +1,292 @@
+"""Types and ranges of every setting. YAML holds the values; past `main` the code sees these dataclasses only.
+
+The knobs of an encoding, a scaling method or a corpus are typed by its own function's signature: see `call`.
+"""
+
+import importlib
+import inspect
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass
+class ModelConfig:
+    n_layers: int = MISSING
+    n_heads: int = MISSING
+    n_kv_heads: int | None = None  # None: as many as n_heads; fewer: grouped-query attention
+    width: int = MISSING
+    mlp: str = "gelu"  # gelu or swiglu
+    mlp_ratio: int = 4
+    tied_head: bool = True
+    norm_eps: float = 1e-6
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
+
+
+@dataclass
+class OptimConfig:
+    lr: float = MISSING  # the peak
+    warmup: int = MISSING  # steps
+    final_lr: float = 0.0  # at the last step, as a share of the peak
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1  # on matrices only
+    clip: float = 1.0  # of the gradient's norm
+
+
+@dataclass
+class TrainConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    pos: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    exp: str = ""
+    ctx: int = MISSING
+    batch_tokens: int = MISSING
+    micro_tokens: int = MISSING
+    steps: int = MISSING
+    seed: int = 0
+    dtype: str = "auto"
+    val_every: int = MISSING
+    val_windows: int = MISSING
+    # run control: may differ between a run's start and its continuation
+    name: str | None = None
+    fresh: bool = False
+    save_every: int = MISSING
+    log_every: int = MISSING
+    compile: str = "auto"
+    device: str = "auto"
+    runs: str = "runs"
+    cache: str = ".cache"
+    project: str = "ropewalk"
+
+
+RUN_CONTROL = ("name", "fresh", "save_every", "log_every", "compile", "device", "runs", "cache", "project")
+
+
+@dataclass
+class EvalConfig:
+    scaling: dict[str, Any] = field(default_factory=dict)
+    ctx: Any = MISSING
+    run: str | None = None
+    exp: str | None = None
+    documents: int = MISSING
+    score: int = MISSING
+    fresh: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    runs: str = "runs"
+    cache: str = ".cache"
+    project: str = "ropewalk"
+
+
+store = ConfigStore.instance()
+store.store(name="train_schema", node=TrainConfig)
+store.store(name="eval_schema", node=EvalConfig)
+
+
+def check(ok: bool, setting: str, value: Any, right: str) -> None:
+    if not ok:
+        raise ValueError(f"{setting}={value}: must be {right}")
+
+
+def train_config(cfg: DictConfig) -> TrainConfig:
+    c: TrainConfig = _to_object(cfg, TrainConfig)
+    for key in ("ctx", "batch_tokens", "micro_tokens", "steps", "save_every", "log_every", "val_every", "val_windows"):
+        check(getattr(c, key) >= 1, key, getattr(c, key), "at least 1")
+    check(c.seed >= 0, "seed", c.seed, "at least 0")
+    check(c.dtype in ("auto", "float32", "bfloat16"), "dtype", c.dtype, "auto, float32 or bfloat16")
+    check(c.compile in ("auto", "true", "false"), "compile", c.compile, "auto, true or false")
+    check(c.batch_tokens % c.ctx == 0, "batch_tokens", c.batch_tokens, f"a multiple of ctx={c.ctx}")
+    m, o = c.model, c.optim
+    for key in ("n_layers", "n_heads", "width", "mlp_ratio"):
+        check(getattr(m, key) >= 1, f"model.{key}", getattr(m, key), "at least 1")
+    check(m.width % m.n_heads == 0, "model.width", m.width, f"a multiple of model.n_heads={m.n_heads}")
+    ok = m.n_kv_heads is None or (m.n_kv_heads >= 1 and m.n_heads % m.n_kv_heads == 0)
+    check(ok, "model.n_kv_heads", m.n_kv_heads, f"a divisor of model.n_heads={m.n_heads}")
+    check(m.mlp in ("gelu", "swiglu"), "model.mlp", m.mlp, "gelu or swiglu")
+    check(m.norm_eps > 0, "model.norm_eps", m.norm_eps, "above 0")
+    check(o.lr > 0, "optim.lr", o.lr, "above 0")
+    check(o.warmup >= 0, "optim.warmup", o.warmup, "at least 0")
+    check(0 <= o.final_lr <= 1, "optim.final_lr", o.final_lr, "between 0 and 1")
+    for key in ("beta1", "beta2"):
+        check(0 <= getattr(o, key) < 1, f"optim.{key}", getattr(o, key), "at least 0 and less than 1")
+    check(o.weight_decay >= 0, "optim.weight_decay", o.weight_decay, "at least 0")
+    check(o.clip > 0, "optim.clip", o.clip, "above 0")
+    d = c.data
+    check(d["tokenizer"] in ("bpe", "bytes", "gpt2"), "data.tokenizer", d["tokenizer"], "bpe, bytes or gpt2")
+    ok = isinstance(d["vocab_size"], int) and 257 <= d["vocab_size"] <= 2**18
+    check(ok, "data.vocab_size", d["vocab_size"], "a whole number from 257 to 262144")
+    check(
+        isinstance(d["holdout"], int) and d["holdout"] >= 1, "data.holdout", d["holdout"], "a whole number, at least 1"
+    )
+    c.name = c.name or _default_name(c)
+    check(
+        bool(re.fullmatch(r"[A-Za-z0-9._-]+", c.name)) and c.name[0] != ".", "name", c.name, "of letters, digits, . _ -"
+    )
+    return c
+
+
+def eval_config(cfg: DictConfig) -> EvalConfig:
+    c: EvalConfig = _to_object(cfg, EvalConfig)
+    lengths = c.ctx if isinstance(c.ctx, list) else [c.ctx]
+    ok = bool(lengths) and all(isinstance(n, int) and not isinstance(n, bool) for n in lengths)
+    check(ok, "ctx", c.ctx, "a whole number, or a list of them: ctx=8192 or ctx=[256,1024]")
+    check(c.score >= 1, "score", c.score, "at least 1")
+    check(min(lengths) >= c.score, "ctx", c.ctx, f"at least score={c.score}, the number of tokens that are scored")
+    check(c.documents >= 1, "documents", c.documents, "at least 1")
+    check(c.dtype in ("auto", "float32", "bfloat16"), "dtype", c.dtype, "auto, float32 or bfloat16")
+    return c
+
+
+def from_dict(plain: dict) -> TrainConfig:
+    """A TrainConfig as a checkpoint or a run's config.json holds it. ValueError if it is something else."""
+    try:
+        return typing.cast(TrainConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), plain)))
+    except OmegaConfBaseException as e:
+        raise ValueError(one_line(e)) from None
+
+
+def differences(new: TrainConfig, old: TrainConfig) -> list[str]:
+    """'key=new (the run has old)' for every setting that shapes the result and differs."""
+
+    def flat(c: Any, prefix: str = "") -> dict[str, Any]:
+        if isinstance(c, ModelConfig | OptimConfig | TrainConfig):
+            c = {
+                f.name: getattr(c, f.name)
+                for f in fields(c)
+                if c.__class__ is not TrainConfig or f.name not in RUN_CONTROL
+            }
+        if not isinstance(c, dict):
+            return {prefix: c}
+        return {k: v for key, value in c.items() for k, v in flat(value, f"{prefix}.{key}".lstrip(".")).items()}
+
+    a, b = flat(new), flat(old)
+    missing = "nothing"
+    keys = [k for k in {**a, **b} if a.get(k, missing) != b.get(k, missing)]
+    return [f"{k}={a.get(k, missing)} (the run has {b.get(k, missing)})" for k in keys]
+
+
+def _to_object(cfg: DictConfig, kind: type) -> Any:
+    missing = OmegaConf.missing_keys(cfg)
+    if missing:
+        raise ValueError(f"{', '.join(sorted(missing))}: must be given a value")
+    obj = OmegaConf.to_object(cfg)
+    if not isinstance(obj, kind):
+        raise ValueError(f"the settings are not those of {kind.__name__}: keep its schema first in the defaults list")
+    return obj
+
+
+def _default_name(c: TrainConfig) -> str:
+    """rope, alibi-seed1, rope-tiny-lr0.001: the encoding, then whatever the command line changed, sorted."""
+    if not HydraConfig.initialized():
+        return "run"
+    hydra = HydraConfig.get()
+    parts = []
+    for override in sorted(hydra.overrides.task):
+        key, _, value = override.lstrip("+~").partition("=")
+        if key == "pos" or key in RUN_CONTROL:
+            continue
+        group = key in ("model", "data", "optim", "exp")
+        parts.append(value if group else key.rpartition(".")[2] + value)
+    name = "-".join([hydra.runtime.choices.get("pos", "run"), *parts])
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("_")
+
+
+# ---- encodings, scaling methods and corpora by name ----
+
+
+def choices(group: str) -> list[str]:
+    """The names that GROUP=... takes: the files of conf/GROUP."""
+    return sorted(p.stem for p in (ROOT / "conf" / group).glob("*.yaml"))
+
+
+def load(package: str, kind: Any, attribute: str) -> Any:
+    """The attribute that PACKAGE/KIND.py must define: a file name is the whole registry."""
+    group = package.rpartition(".")[2]
+    if isinstance(kind, str) and kind.isidentifier():
+        name = f"{package}.{kind}"
+        try:
+            return getattr(importlib.import_module(name), attribute)
+        except ModuleNotFoundError as e:
+            if e.name != name:
+                raise
+        except AttributeError:
+            pass
+    raise ValueError(f"{group}.kind={kind}: no {package.replace('.', '/')}/{kind}.py that defines `{attribute}`")
+
+
+def call(function: Callable, knobs: dict[str, Any], group: str, *args: Any) -> Any:
+    """function(*args, **knobs without `kind`), each knob checked against the parameter's type."""
+    signature = inspect.signature(function)
+    hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    own = list(signature.parameters)[len(args) :]
+    given = {k: v for k, v in knobs.items() if k != "kind"}
+    for key, value in given.items():
+        if key not in own:
+            raise ValueError(
+                f"{group}.{key}={value}: no such setting of {group}={knobs.get('kind')}; it has {', '.join(own) or 'none'}"
+            )
+        if not _is(value, hints.get(key, Any)):
+            expected = str(getattr(hints[key], "__name__", hints[key]))
+            raise ValueError(f"{group}.{key}={value}: must be of type {expected}")
+    for key in own:
+        if key not in given and signature.parameters[key].default is inspect.Parameter.empty:
+            raise ValueError(f"{group}.{key}: must be given a value")
+    return function(*args, **given)
+
+
+def _is(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    if isinstance(hint, types.UnionType):
+        return any(_is(value, h) for h in hint.__args__)
+    if hint is float:  # 10000 is a fine float, True is not
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, typing.get_origin(hint) or hint)
+
+
+# ---- errors in one line ----
+
+
+def one_line(e: BaseException) -> str:
+    """Hydra's and OmegaConf's messages span lines; their first lines say it all."""
+    text = re.sub(r"\n\s*(full_key|object_type|reference_type)[^\n]*", "", str(e))
+    text = re.sub(r"\n\s*Set the environment variable HYDRA_FULL_ERROR[^\n]*", "", text)
+    text = re.sub(r"\nSee https?://[^\n]*", "", text)
+    return re.sub(r"\s+", " ", text.replace("\n\t", ", ").replace(":, ", ": ")).strip()
+
+
+def entry(main: Callable[[], None]) -> None:
+    """Run a Hydra main so that a user's mistake is one clear line and exit code 1. HYDRA_FULL_ERROR=1 shows all."""
+    debug = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints the error itself, in many lines
+    try:
+        main()
+    except (ValueError, HydraException, OmegaConfBaseException) as e:
+        if debug:
+            raise
+        sys.exit(f"error: {one_line(e)}")

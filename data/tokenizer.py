@@ -1,0 +1,47 @@
+"""Tokenizers, all spoken to through tiktoken: our own byte-pair vocabulary, GPT-2's, or plain bytes."""
+
+import base64
+from collections.abc import Iterable
+from pathlib import Path
+
+import rustbpe
+import tiktoken
+
+END = "<|endoftext|>"
+
+
+def build(kind: str, vocab_size: int, texts: Iterable[str]) -> tiktoken.Encoding:
+    """kind is bpe (trained here on texts, vocab_size entries with END), bytes (257) or gpt2 (50257, downloaded)."""
+    if kind == "bpe":
+        trainer = rustbpe.Tokenizer()
+        trainer.train_from_iterator(iter(texts), vocab_size - 1)
+        ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
+        return _encoding(kind, ranks, trainer.get_pattern())
+    if kind == "bytes":
+        return _encoding(kind, {bytes([b]): b for b in range(256)}, r"[\s\S]")
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except Exception as e:  # requests' errors, of many classes
+        raise ValueError(
+            f"data.tokenizer=gpt2: its ranks could not be downloaded ({type(e).__name__}): "
+            "go online once (tiktoken caches them), or use data.tokenizer=bpe"
+        ) from None
+
+
+def _encoding(name: str, ranks: dict[bytes, int], pattern: str) -> tiktoken.Encoding:
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END: len(ranks)})
+
+
+def save(encoding: tiktoken.Encoding, folder: Path) -> None:
+    """ranks.tiktoken (tiktoken's own format: base64 token and rank a line) and pattern.txt."""
+    ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
+    lines = (base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks)
+    (folder / "ranks.tiktoken").write_bytes(b"".join(lines))
+    (folder / "pattern.txt").write_text(encoding._pat_str)
+
+
+def load(kind: str, folder: Path) -> tiktoken.Encoding:
+    # Not tiktoken's load_tiktoken_bpe: that caches by path, and a rebuilt vocabulary has the same path.
+    lines = (line.split() for line in (folder / "ranks.tiktoken").read_bytes().splitlines())
+    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    return _encoding(kind, ranks, (folder / "pattern.txt").read_text())

@@ -1,0 +1,24 @@
+"""ALiBi (Press et al. 2021, arXiv 2108.12409): subtract slope_h * distance from the scores; no embedding at all."""
+
+import torch
+from torch import Tensor
+
+from model.pos import Encoding
+
+
+def slopes(n_heads: int) -> list[float]:
+    """2^(-8h/H) for h = 1..H. If H is no power of two, the paper's code takes the slopes of the power of two below
+    and fills up with every other slope of the power of two above."""
+    power = 2 ** (n_heads.bit_length() - 1)
+    own = [2 ** (-8 * h / power) for h in range(1, power + 1)]
+    return own if power == n_heads else own + slopes(2 * power)[0::2][: n_heads - power]
+
+
+class Alibi(Encoding):
+    def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        distance = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)  # [..., Tq, Tk], exact: integers
+        slope = torch.tensor(slopes(self.shape.n_heads), device=distance.device).view(-1, 1, 1)
+        return -slope * distance.unsqueeze(-3)
+
+
+build = Alibi

@@ -1,0 +1,115 @@
+"""What surrounds a model while it runs: device and precision, compiling, stopping cleanly, wandb."""
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+# Below this many FLOPs of training a cold compile (about half a minute on two cores) costs more than it gains.
+COMPILE_GAINS_FROM = 4e13
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f"device={name}: cannot be used here ({str(e).splitlines()[0]})") from None
+    return device
+
+
+def autocast(device: torch.device, dtype: str) -> AbstractContextManager:
+    """bfloat16 autocast where asked for, or where the hardware computes in it (dtype=auto)."""
+    if dtype == "auto":
+        if device.type == "cuda":
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+        dtype = "bfloat16" if native else "float32"
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile one block, which all share, and the loss; in place, so that state dicts keep their names.
+
+    Not the whole model: that is no faster here and takes longer to compile.
+    """
+    torch._dynamo.config.suppress_errors = True  # no compiler, or one that fails: go on without
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    model._block_losses = torch.compile(model._block_losses, dynamic=False)
+
+
+def should_compile(setting: str, device: torch.device, flops: float) -> bool:
+    if setting != "auto":
+        return setting == "true"
+    if device.type == "cuda":
+        return True
+    return flops > COMPILE_GAINS_FROM and any(map(shutil.which, ("g++", "clang++")))
+
+
+class Stop:
+    """While it is open, Ctrl-C and SIGTERM set a flag for the loop to see; a second Ctrl-C ends at once."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+
+    def __enter__(self) -> "Stop":
+        self.before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.signal = number
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def __exit__(self, *exc: Any) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def __bool__(self) -> bool:
+        return bool(self.signal)
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signal
+
+
+@contextmanager
+def tracker(project: str, job_type: str, group: str, name: str, config: dict, step_metric: str) -> Iterator[Any]:
+    """A wandb run that needs no account and no network, never asks, and never ends the work that it logs.
+
+    WANDB_MODE decides; without it, online if this machine is logged in, else offline. All `job_type/*` curves are
+    drawn against step_metric, so the curves of any runs lie over each other.
+    """
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    mode = os.environ.get("WANDB_MODE")
+    if mode is None:
+        with contextlib.suppress(Exception):
+            mode = "online" if wandb.login(prompt=False, verify=False) else None
+    run = None
+    for mode in dict.fromkeys([mode or "offline", "offline", "disabled"]):
+        try:
+            settings = wandb.Settings(init_timeout=15, silent=True, console="off")
+            about = {"job_type": job_type, "group": group, "name": name, "config": config}
+            run = wandb.init(project=project, mode=mode, settings=settings, **about)
+            break
+        except Exception as e:
+            print(f"wandb: {mode} did not start ({str(e).splitlines()[0]}); going on without", file=sys.stderr)
+    run.define_metric(step_metric, hidden=True)
+    run.define_metric(f"{job_type}/*", step_metric=step_metric)
+    try:
+        yield run
+    finally:
+        with contextlib.suppress(Exception):
+            run.finish()

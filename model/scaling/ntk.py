@@ -1,0 +1,16 @@
+"""NTK-aware scaling (bloc97 2023; YaRN, arXiv 2309.00071, appendix A.1): raise the base to b * s^(D/(D-2)).
+
+The fastest pair stays as it is, the slowest is interpolated by s, those between in geometric progression.
+"""
+
+import torch
+
+from model.scaling import Scaled, Trained, Unfit
+
+
+def scale(trained: Trained, n: int, factor: float) -> Scaled:
+    D = trained.rotary_dim
+    if D < 4:
+        raise Unfit(f"its exponent D/(D-2) needs a rotary width D of at least 4, and this run has {D}")
+    i = torch.arange(D // 2, dtype=torch.float64)
+    return Scaled(inv_freq=trained.inv_freq * factor ** (-2 * i / (D - 2)), factor=factor)

@@ -1,0 +1,176 @@
+"""Train a small GPT with any positional encoding: python train.py pos=rope
+
+The same command again goes on where it stopped. `python train.py --help` lists every setting.
+"""
+
+import math
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from conf.schema import OptimConfig, differences, entry, train_config
+from data import tokens
+from model import checkpoint, gpt, runtime
+
+COMPILE_AT = 10  # the first steps run uncompiled, so that a mistake shows at once and not after the compiler
+
+
+def learning_rate(step: int, steps: int, o: OptimConfig) -> float:
+    """Up in a line over o.warmup steps, then down in a line to o.final_lr * o.lr at the end."""
+    if step < o.warmup:
+        return o.lr * (step + 1) / o.warmup
+    left = (steps - step) / max(1, steps - o.warmup)
+    return o.lr * (o.final_lr + (1 - o.final_lr) * left)
+
+
+def make_optimizer(model: gpt.GPT, o: OptimConfig) -> torch.optim.AdamW:
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": o.weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=True)
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+def main(hydra_cfg: DictConfig) -> None:
+    cfg = train_config(hydra_cfg)
+    run = Path(cfg.runs) / cfg.name
+    device, autocast = runtime.pick_device(cfg.device), lambda: runtime.autocast(device, cfg.dtype)
+    encoding = gpt.build_encoding(cfg)  # its mistakes show before any work is done
+
+    # What there is already: nothing, a part, or all of it
+    state = None
+    if not cfg.fresh and (run / "ckpt.pt").exists():
+        state = checkpoint.load(run, device)
+        if different := differences(cfg, state["cfg"]):
+            raise ValueError(
+                f"{run} was trained with other settings: {', '.join(different)}: choose name=NEW or fresh=true"
+            )
+        if state["step"] == cfg.steps:
+            print(f"{run}: already trained, {cfg.steps} steps, {summary(state['validation'])}; fresh=true starts over")
+            return
+
+    corpus = tokens.prepare(cfg.data, cfg.cache)
+    if state and state["corpus"] != corpus.key:
+        raise ValueError(f"{run}: the corpus has changed since this run began: choose name=NEW or fresh=true")
+    model = gpt.build(cfg, corpus.vocab_size).to(device)
+    optimizer = make_optimizer(model, cfg.optim)
+    start, seconds = 0, 0.0
+    if state:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        start, seconds = state["step"], state["seconds"]
+        del state
+    else:
+        checkpoint.start(run, cfg)
+        (run / "ckpt.pt").unlink(missing_ok=True)  # fresh=true
+
+    # One step is batch_tokens; what does not fit into one forward pass is accumulated.
+    rows = cfg.batch_tokens // cfg.ctx
+    parts = math.ceil(cfg.batch_tokens / max(cfg.micro_tokens, cfg.ctx))
+    while rows % parts:
+        parts += 1
+    held_out = tokens.validation(corpus, cfg.ctx, cfg.val_windows)
+    token_bytes = torch.from_numpy(corpus.token_bytes)
+    n_params = model.n_parameters()
+    compiles = runtime.should_compile(cfg.compile, device, 6 * n_params * cfg.batch_tokens * (cfg.steps - start))
+
+    @torch.no_grad()
+    def validate() -> dict[str, float]:
+        """The in-window loss on held-out text: nats per token, perplexity, bits per byte."""
+        nats = 0.0
+        with torch.compiler.set_stance("force_eager"):  # two passes do not repay a compile
+            for w in held_out.split(max(1, cfg.micro_tokens // cfg.ctx)):
+                w = w.to(device)
+                with autocast():
+                    nats += model.losses(w[:, :-1], w[:, 1:]).sum().item()
+        loss, n_bytes = nats / held_out[:, 1:].numel(), token_bytes[held_out[:, 1:]].sum().item()
+        return {"loss": loss, "ppl": math.exp(min(loss, 700)), "bits_per_byte": nats / math.log(2) / n_bytes}
+
+    print(
+        f"{run}: {n_params / 1e6:.2f}M parameters, pos={cfg.pos['kind']}, ctx {cfg.ctx}, vocabulary {corpus.vocab_size}, "
+        f"{cfg.steps} steps of {cfg.batch_tokens} tokens on {device.type}{f', from step {start}' if start else ''}"
+    )
+    bar = tqdm(total=cfg.steps * cfg.batch_tokens, initial=start * cfg.batch_tokens, unit="tok", unit_scale=True,
+               dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 15)  # fmt: skip
+    config = {**asdict(cfg), "n_parameters": n_params, "device": device.type}
+    with (
+        runtime.Stop() as stop,
+        runtime.tracker(cfg.project, "train", cfg.name, cfg.name, config, "train/step") as log,
+        bar,
+    ):
+        validation: dict[str, float] = {}
+        health = torch.zeros((), device=device)  # becomes NaN with the first loss or gradient that does, and stays so
+        began, saved = time.monotonic(), start
+        for step in range(start, cfg.steps):
+            if compiles and step >= COMPILE_AT:
+                bar.set_postfix_str("compiling, about half a minute the first time")
+                runtime.compile_blocks(model)
+                compiles = False
+            lr = learning_rate(step, cfg.steps, cfg.optim)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            windows = tokens.batch(corpus.train, step, seed=cfg.seed, size=rows, ctx=cfg.ctx)
+            loss = torch.zeros((), device=device)
+            for w in windows.to(device, non_blocking=True).chunk(parts):
+                with autocast():
+                    part = model.losses(w[:, :-1], w[:, 1:]).mean() / parts
+                part.backward()
+                loss += part.detach()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            health += loss + norm
+            bar.update(cfg.batch_tokens)
+
+            done, last = step + 1, step + 1 == cfg.steps
+            if done % cfg.log_every == 0 or last:  # .item() waits for the GPU, so not at every step
+                elapsed = time.monotonic() - began
+                speed = (done - start) * cfg.batch_tokens / elapsed
+                bar.set_postfix_str(f"loss {loss.item():.3f}")
+                log.log({"train/step": done, "train/loss": loss.item(), "train/lr": lr, "train/tokens_per_s": speed,
+                         "train/grad_norm": norm.item(), "train/tokens": done * cfg.batch_tokens})  # fmt: skip
+            saving = done % cfg.save_every == 0 or last or stop
+            if (saving or done % cfg.log_every == 0) and not torch.isfinite(health):
+                kept = f"{run}/ckpt.pt keeps step {saved}" if saved else "nothing was saved yet"
+                raise ValueError(
+                    f"the loss or its gradient is not finite by step {done}: {kept}; try a lower optim.lr={cfg.optim.lr}"
+                )
+            if done % cfg.val_every == 0 or last:
+                validation = validate()
+                log.log({"train/step": done, **{f"train/val_{k}": v for k, v in validation.items()}})
+                bar.write(f"step {done}: held-out {summary(validation)}")
+            if saving:
+                spent = seconds + time.monotonic() - began
+                checkpoint.save(run, {"config": asdict(cfg), "step": done, "model": model.state_dict(),
+                                      "optimizer": optimizer.state_dict(), "corpus": corpus.key,
+                                      "seconds": spent, "validation": validation})  # fmt: skip
+                saved = done
+            if stop and not last:
+                break
+    if stop and saved < cfg.steps:
+        print(f"stopped: {run} is saved at step {saved} of {cfg.steps}; the same command goes on from there")
+        sys.exit(stop.exit_code)
+
+    seconds += time.monotonic() - began
+    total = cfg.steps * cfg.batch_tokens
+    print(f"trained {run}: {total:,} tokens in {seconds / 60:.1f} min ({total / seconds:,.0f} tokens/s)")
+    print(f"in window (ctx {cfg.ctx}), held out: {summary(validation)}")
+    longest = min(8192, encoding.max_positions or 8192)
+    scaling = "none" if encoding.inv_freq is None else "ntk"
+    print(f"next: python eval.py run={cfg.name} ctx={longest} scaling={scaling}")
+
+
+def summary(v: dict[str, float]) -> str:
+    return f"loss {v['loss']:.3f} nats/token, perplexity {v['ppl']:.2f}, {v['bits_per_byte']:.3f} bits/byte"
+
+
+if __name__ == "__main__":
+    entry(main)
