@@ -134,7 +134,7 @@ def main(hydra_cfg: DictConfig) -> None:
             if done % cfg.log_every == 0 or last:  # .item() waits for the GPU, so not at every step
                 elapsed = time.monotonic() - began
                 speed = (done - start) * cfg.batch_tokens / elapsed
-                bar.set_postfix_str(f"loss {loss.item():.3f}")
+                bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
                 log.log({"train/step": done, "train/loss": loss.item(), "train/lr": lr, "train/tokens_per_s": speed,
                          "train/grad_norm": norm.item(), "train/tokens": done * cfg.batch_tokens})  # fmt: skip
             saving = done % cfg.save_every == 0 or last or stop

@@ -90,7 +90,7 @@ class EvalConfig:
     scaling: dict[str, Any] = field(default_factory=dict)
     ctx: Any = MISSING
     run: str | None = None
-    exp: str | None = None
+    trained_with: str | None = None
     documents: int = MISSING
     score: int = MISSING
     fresh: bool = False

@@ -27,15 +27,17 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def uses_bfloat16(device: torch.device, dtype: str) -> bool:
+    """Where it is asked for, or, with dtype=auto, where the hardware computes in it."""
+    if dtype != "auto":
+        return dtype == "bfloat16"
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager:
-    """bfloat16 autocast where asked for, or where the hardware computes in it (dtype=auto)."""
-    if dtype == "auto":
-        if device.type == "cuda":
-            native = torch.cuda.is_bf16_supported(including_emulation=False)
-        else:
-            native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-        dtype = "bfloat16" if native else "float32"
-    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+    return torch.autocast(device.type, torch.bfloat16, enabled=uses_bfloat16(device, dtype))
 
 
 def compile_blocks(model: nn.Module) -> None:
@@ -98,14 +100,14 @@ def tracker(project: str, job_type: str, group: str, name: str, config: dict, st
         with contextlib.suppress(Exception):
             mode = "online" if wandb.login(prompt=False, verify=False) else None
     run = None
-    for mode in dict.fromkeys([mode or "offline", "offline", "disabled"]):
+    for attempt in dict.fromkeys([mode or "offline", "offline", "disabled"]):
         try:
             settings = wandb.Settings(init_timeout=15, silent=True, console="off")
             about = {"job_type": job_type, "group": group, "name": name, "config": config}
-            run = wandb.init(project=project, mode=mode, settings=settings, **about)
+            run = wandb.init(project=project, mode=attempt, settings=settings, **about)
             break
         except Exception as e:
-            print(f"wandb: {mode} did not start ({str(e).splitlines()[0]}); going on without", file=sys.stderr)
+            print(f"wandb: {attempt} did not start ({str(e).splitlines()[0]}); going on without", file=sys.stderr)
     run.define_metric(step_metric, hidden=True)
     run.define_metric(f"{job_type}/*", step_metric=step_metric)
     try:

@@ -1,0 +1,134 @@
+"""Lay the evaluated curves of any runs over each other, offline: python compare.py [RUN ...]
+
+Prints one table and draws one figure of every curve that eval.py has measured on the same targets.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.ticker import FuncFormatter
+
+from model.checkpoint import write_atomically
+
+Curve = list[dict]  # one row for each length, as eval.py writes them
+OKABE_ITO = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8C564B"]
+DASHES = ["-", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)), (0, (5, 1, 1, 1, 1, 1))]
+
+
+def read(path: Path) -> Curve:
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        return [{**row, "age": path.stat().st_mtime} for row in rows]
+    except (OSError, ValueError):
+        raise ValueError(f"{path}: not a curve that eval.py wrote: delete it and measure again") from None
+
+
+def select(curves: list[Curve], targets: str) -> list[Curve]:
+    """Those measured on these targets, the newest of each run and label; the controls first."""
+    newest: dict[tuple, Curve] = {}
+    for curve in sorted(curves, key=lambda c: c[0]["age"]):
+        if curve[0]["targets"] == targets:
+            newest[curve[0]["run"], curve[0]["label"]] = curve
+    order = {"none": 0, "window": 1}
+    return sorted(newest.values(), key=lambda c: (c[0]["run"], order.get(c[0]["label"], 2), c[0]["label"]))
+
+
+def draw(curves: list[Curve], path: Path, title: str) -> None:
+    """Bits per byte and perplexity against context length, with 95 % bands, each line labelled at its end."""
+    runs = sorted({c[0]["run"] for c in curves})
+    labels = list(dict.fromkeys(c[0]["label"] for c in curves if c[0]["label"] != "window"))
+    fig, ax = plt.subplots(figsize=(9, 5.2), dpi=150)
+    ends = []
+    for curve in curves:
+        first = curve[0]
+        by_run = len(runs) > 1
+        color = OKABE_ITO[(runs.index(first["run"]) if by_run else labels.index(first["label"])) % 8] \
+            if by_run or first["label"] != "window" else "#333333"  # fmt: skip
+        style = (0, (2, 1.5)) if first["label"] == "window" else DASHES[labels.index(first["label"]) % 6 if by_run else 0]
+        bits = np.array([row["bits_per_byte"] for row in curve])
+        low, high = (np.array([row[k] / row["loss"] for row in curve]) * bits for k in ("low", "high"))
+        ns = [row["n"] for row in curve]
+        ax.plot(ns, bits, color=color, linestyle=style, marker="o", markersize=3, linewidth=1.6)
+        ax.fill_between(ns, low, high, color=color, alpha=0.12, linewidth=0)
+        text = "window control" if first["label"] == "window" else first["label"]
+        text = "no scaling" if text == "none" and not by_run else text
+        ends.append([bits[-1], f"{first['run']}, {text}" if by_run else text, color, ns[-1]])
+    for L in sorted({c[0]["train_ctx"] for c in curves}):
+        ax.axvline(L, color="#999999", linewidth=1)
+        ax.annotate(f"trained at {L}", (L, 1), xycoords=("data", "axes fraction"), xytext=(4, -12),
+                    textcoords="offset points", color="#666666", fontsize=9)  # fmt: skip
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ax.set_xticks(sorted({row["n"] for c in curves for row in c}))
+    ax.minorticks_off()
+    ax.set_xlabel("context: tokens given, n")
+    ax.set_ylabel("bits per byte of the same targets")
+    ax.grid(axis="y", alpha=0.25)
+    # ln(perplexity) is bits/byte times a constant of the target set, so the second axis is exact
+    nats = np.log(2) * curves[0][0]["bytes"] / curves[0][0]["tokens"]
+    right = ax.secondary_yaxis("right", functions=(lambda b: b * nats, lambda p: p / nats))
+    low, high = (y * nats for y in ax.get_ylim())
+    ticks = [p for p in (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1e3, 2e3, 5e3, 1e4) if low <= np.log(p) <= high]
+    right.set_yticks(np.log(ticks), [f"{p:g}" for p in ticks])
+    right.tick_params(labelsize=8, pad=1, direction="in", colors="#666666")
+    ax.annotate("perplexity", (1, 1), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
+                   ha="right", color="#666666", fontsize=9)  # fmt: skip
+    # Labels at the ends of the lines, moved apart where they would overlap
+    bottom, top = ax.get_ylim()
+    gap, y = 0.042 * (top - bottom), -np.inf
+    for end in sorted(ends):
+        y = max(end[0], y + gap)
+        ax.annotate(end[1], (1, y), xycoords=("axes fraction", "data"), xytext=(28, 0), textcoords="offset points",
+                    color=end[2], fontsize=9, va="center", annotation_clip=False)  # fmt: skip
+    ax.set_title(title, fontsize=11, loc="left")
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    write_atomically(path, lambda f: fig.savefig(f, format="png", bbox_inches="tight"))
+    plt.close(fig)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("run", nargs="*", help="names of runs; all of them if none is named")
+    parser.add_argument("--runs", default="runs", help="the folder of runs")
+    parser.add_argument("--out", default="compare.png", help="the figure, in the folder of runs unless it has a /")
+    args = parser.parse_args()
+    for name in args.run:
+        if not (Path(args.runs) / name).is_dir():
+            raise ValueError(f"{name}: no such run in {args.runs}/")
+    files = [f for f in Path(args.runs).glob("*/eval/*.jsonl") if not args.run or f.parent.parent.name in args.run]
+    if not files:
+        raise ValueError(f"no evaluated curve in {args.runs}/: first: python eval.py ctx=8192 scaling=ntk")
+    curves = [read(f) for f in files]
+    (targets, _), *others = Counter(c[0]["targets"] for c in curves).most_common()
+    chosen = select(curves, targets)
+    first = chosen[0][0]
+    print(f"bits/byte of the last {first['score']} tokens of {first['documents']} held-out documents, given n tokens")
+    wide = max(len(f"{c[0]['run']}  {c[0]['label']}") for c in chosen) + 2
+    ns = sorted({row["n"] for c in chosen for row in c})
+    print(" " * wide + f"{'L':>6}" + "".join(f"{n:>8}" for n in ns))
+    for c in chosen:
+        by_n = {row["n"]: f"{row['bits_per_byte']:.3f}" for row in c}
+        name = f"{c[0]['run']}  {c[0]['label']}"
+        print(f"{name:<{wide}}{c[0]['train_ctx']:>6}" + "".join(f"{by_n.get(n, ''):>8}" for n in ns))
+    if others:
+        left = sum(count for _, count in others)
+        print(f"left out: {left} curves on other targets (another ctx, score or corpus), which do not compare")
+    out = Path(args.out) if "/" in args.out else Path(args.runs) / args.out
+    draw(chosen, out, "Loss against context length, on the same targets")
+    print(f"figure: {out}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as e:
+        sys.exit(f"error: {e}")
