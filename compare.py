@@ -31,6 +31,28 @@ def read(path: Path) -> Curve:
         raise ValueError(f"{path}: not a curve that eval.py wrote: delete it and measure again") from None
 
 
+def bootstrap(per_document: np.ndarray, n_tokens: int, draws: int = 4000) -> tuple[float, float]:
+    """95 % interval of sum / n_tokens over resampled documents, from each document's sum [documents].
+
+    The draws are the same at every call: the interval of a difference of curves is the paired one.
+    """
+    n = len(per_document)
+    picks = np.random.default_rng(0).integers(n, size=(draws, n))
+    low, high = np.percentile(per_document[picks].sum(axis=1) / n_tokens, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def difference(a: dict, b: dict) -> tuple[float, float, float]:
+    """(mean, low, high) of loss a - loss b in nats per token, for two rows on the same targets."""
+    delta = np.array(a["nll"]) - np.array(b["nll"])
+    return float(delta.sum() / a["tokens"]), *bootstrap(delta, a["tokens"])
+
+
+def gain(row: dict, window: dict) -> tuple[float, float, float]:
+    """(mean, low, high) in nats per token: what this row saves over the window control at the same n."""
+    return difference(window, row)
+
+
 def select(curves: list[Curve], targets: str) -> list[Curve]:
     """Those measured on these targets, the newest of each run and label; the controls first."""
     newest: dict[tuple, Curve] = {}
@@ -42,22 +64,32 @@ def select(curves: list[Curve], targets: str) -> list[Curve]:
 
 
 def draw(curves: list[Curve], path: Path, title: str) -> None:
-    """Bits per byte and perplexity against context length, with 95 % bands, each line labelled at its end."""
+    """Bits per byte and perplexity against context length, each line labelled at its end.
+
+    The bands are 95 % intervals of each curve's difference from its run's window control.
+    """
     runs = sorted({c[0]["run"] for c in curves})
     labels = list(dict.fromkeys(c[0]["label"] for c in curves if c[0]["label"] != "window"))
     fig, ax = plt.subplots(figsize=(9, 5.2), dpi=150)
+    controls = {c[0]["run"]: {row["n"]: row for row in c} for c in curves if c[0]["label"] == "window"}
     ends = []
     for curve in curves:
-        first = curve[0]
+        first, control = curve[0], controls.get(curve[0]["run"], {})
         by_run = len(runs) > 1
         color = OKABE_ITO[(runs.index(first["run"]) if by_run else labels.index(first["label"])) % 8] \
             if by_run or first["label"] != "window" else "#333333"  # fmt: skip
-        style = (0, (2, 1.5)) if first["label"] == "window" else DASHES[labels.index(first["label"]) % 6 if by_run else 0]
+        style = (
+            (0, (2, 1.5)) if first["label"] == "window" else DASHES[labels.index(first["label"]) % 6 if by_run else 0]
+        )
         bits = np.array([row["bits_per_byte"] for row in curve])
-        low, high = (np.array([row[k] / row["loss"] for row in curve]) * bits for k in ("low", "high"))
+        # The interval of the difference from the run's own control: documents differ more than methods do, and that
+        # part is common to all curves.
+        gains = np.array([gain(row, control.get(row["n"], row)) for row in curve]) * bits[:, None]
+        gains /= np.array([row["loss"] for row in curve])[:, None]
+        low, high = bits + gains[:, 0] - gains[:, 2], bits + gains[:, 0] - gains[:, 1]
         ns = [row["n"] for row in curve]
         ax.plot(ns, bits, color=color, linestyle=style, marker="o", markersize=3, linewidth=1.6)
-        ax.fill_between(ns, low, high, color=color, alpha=0.12, linewidth=0)
+        ax.fill_between(ns, low, high, color=color, alpha=0.15, linewidth=0)
         text = "window control" if first["label"] == "window" else first["label"]
         text = "no scaling" if text == "none" and not by_run else text
         ends.append([bits[-1], f"{first['run']}, {text}" if by_run else text, color, ns[-1]])
@@ -76,7 +108,11 @@ def draw(curves: list[Curve], path: Path, title: str) -> None:
     nats = np.log(2) * curves[0][0]["bytes"] / curves[0][0]["tokens"]
     right = ax.secondary_yaxis("right", functions=(lambda b: b * nats, lambda p: p / nats))
     low, high = (y * nats for y in ax.get_ylim())
-    ticks = [p for p in (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1e3, 2e3, 5e3, 1e4) if low <= np.log(p) <= high]
+    ticks = [
+        p
+        for p in (1, 2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 200, 500, 1e3, 2e3, 5e3, 1e4)
+        if low <= np.log(p) <= high
+    ]
     right.set_yticks(np.log(ticks), [f"{p:g}" for p in ticks])
     right.tick_params(labelsize=8, pad=1, direction="in", colors="#666666")
     ax.annotate("perplexity", (1, 1), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
@@ -88,7 +124,7 @@ def draw(curves: list[Curve], path: Path, title: str) -> None:
         y = max(end[0], y + gap)
         ax.annotate(end[1], (1, y), xycoords=("axes fraction", "data"), xytext=(28, 0), textcoords="offset points",
                     color=end[2], fontsize=9, va="center", annotation_clip=False)  # fmt: skip
-    ax.set_title(title, fontsize=11, loc="left")
+    ax.set_title(f"{title}\nbands: 95 % of the difference from the window control", fontsize=10, loc="left")
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     write_atomically(path, lambda f: fig.savefig(f, format="png", bbox_inches="tight"))

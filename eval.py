@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -41,31 +40,9 @@ def lengths(ctx: int | list[int], score: int, train_ctx: int) -> list[int]:
 
 
 def nll(model: Any, targets: Tensor, n: int, scaled: Scaled, score: int) -> Tensor:
-    """Nats that the last `score` tokens of targets [B, ctx + 1] cost, given the n tokens before each end: [B, score]."""
+    """Nats that the last `score` tokens of targets [B, ctx + 1] cost, given the last n tokens: [B, score]."""
     windows = targets[:, -n - 1 :]
     return model.losses(windows[:, :-1], windows[:, -score:], scaled=scaled)
-
-
-def bootstrap(per_document: np.ndarray, n_tokens: int, draws: int = 4000) -> tuple[float, float]:
-    """95 % interval of sum / n_tokens over resampled documents, from each document's sum [documents].
-
-    The draws are the same at every call: the interval of a difference of curves is the paired one.
-    """
-    n = len(per_document)
-    picks = np.random.default_rng(0).integers(n, size=(draws, n))
-    low, high = np.percentile(per_document[picks].sum(axis=1) / n_tokens, [2.5, 97.5])
-    return float(low), float(high)
-
-
-def difference(a: dict, b: dict) -> tuple[float, float, float]:
-    """(mean, low, high) of loss a - loss b in nats per token, for two rows on the same targets."""
-    delta = np.array(a["nll"]) - np.array(b["nll"])
-    return float(delta.sum() / a["tokens"]), *bootstrap(delta, a["tokens"])
-
-
-def gain(row: dict, window: dict) -> tuple[float, float, float]:
-    """(mean, low, high) in nats per token: what this row saves over the window control at the same n."""
-    return difference(window, row)
 
 
 def fits(cfg: EvalConfig, run: TrainConfig, ctx: int) -> None:
@@ -146,8 +123,8 @@ def main(hydra_cfg: DictConfig) -> None:
         usual = OmegaConf.to_object(OmegaConf.load(ROOT / "conf" / "scaling" / f"{choice}.yaml"))
         knobs = cfg.scaling if choice == asked else usual
         identity = json.dumps([FORMAT, digest, target_key, ns, cfg.score, dtype, knobs], sort_keys=True)
-        file = f"{label(choice, knobs).replace(' ', '-')}-ctx{ctx}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}.jsonl"
-        specs[label(choice, knobs)] = (knobs, run / "eval" / file)
+        curve, key = label(choice, knobs), hashlib.sha256(identity.encode()).hexdigest()[:8]
+        specs[curve] = (knobs, run / "eval" / f"{curve.replace(' ', '-')}-ctx{ctx}-{key}.jsonl")
     asked = list(specs)[-1] if asked not in ("none", "window") else label(asked, cfg.scaling)
 
     curves: dict[str, list[dict]] = {}
@@ -175,7 +152,7 @@ def main(hydra_cfg: DictConfig) -> None:
                         sys.exit(stop.exit_code)
                 per_document = torch.cat(sums).numpy()
                 loss = per_document.sum() / n_tokens
-                low, high = bootstrap(per_document, n_tokens)
+                low, high = compare.bootstrap(per_document, n_tokens)
                 rows.append({
                     "run": name, "pos": train.pos["kind"], "train_ctx": L, "step": state["step"], "seed": train.seed,
                     "label": curve, "scaling": knobs, "n": n, "factor": scaled.factor, "window": scaled.window,
@@ -196,7 +173,9 @@ def main(hydra_cfg: DictConfig) -> None:
         with runtime.tracker(cfg.project, "eval", name, f"{name} {curve}", about, "eval/ctx") as log:
             for row in curves[curve]:
                 keys = ("loss", "ppl", "bits_per_byte", "factor")
-                point = {f"eval/{k}": row[k] for k in keys} | {"eval/gain_over_window": gain(row, window[row["n"]])[0]}
+                point = {f"eval/{k}": row[k] for k in keys} | {
+                    "eval/gain_over_window": compare.gain(row, window[row["n"]])[0]
+                }
                 log.log({"eval/ctx": row["n"], **point})
 
     picture = run / "eval" / f"ctx{ctx}.png"
@@ -209,18 +188,24 @@ def report(curves: dict[str, list[dict]], asked: str, L: int) -> None:
     """The table and the headline numbers of the scaling that was asked for."""
     none, window, own = (curves[k] for k in ("none", "window", asked))
     shown = {"none": none, "window": window, asked: own}
-    print("\nperplexity, bits/byte" + f"{asked + ': 95 % interval':>{24 * len(shown) + 27}}{'gain over window':>24}")
-    print(f"{'n':>7}{'n/L':>7}" + "".join(f"{k[:22]:>22}" for k in shown) + f"{'factor':>8}{'of perplexity':>19}{'nats/token':>24}")
+    print(
+        f"\n{'':13}"
+        + "".join(f"{k[:16]:>17}" for k in shown)
+        + f"{asked[:16] + ', 95 %':>23}{'gain over window, 95 %':>27}"
+    )
+    print(
+        f"{'n':>7}{'n/L':>6}" + f"{'ppl  bits/byte':>17}" * len(shown) + f"{'factor':>8}{'ppl':>15}{'nats/token':>27}"
+    )
     for i, row in enumerate(own):
-        cells = "".join(f"{c[i]['ppl']:>14.2f}{c[i]['bits_per_byte']:>8.3f}" for c in shown.values())
-        mean, low, high = gain(row, window[i])
-        interval = f"{math.exp(row['low']):.2f} .. {math.exp(row['high']):.2f}"
+        cells = "".join(f"{c[i]['ppl']:>10.2f}{c[i]['bits_per_byte']:>7.3f}" for c in shown.values())
+        mean, low, high = compare.gain(row, window[i])
+        interval = f"{math.exp(row['low']):.1f} .. {math.exp(row['high']):.1f}"
         print(
-            f"{row['n']:>7}{row['n'] / L:>7.3g}{cells}{row['factor']:>8.3g}{interval:>19}"
-            f"{mean:>+10.3f} [{low:+.3f}, {high:+.3f}]"
+            f"{row['n']:>7}{row['n'] / L:>6.3g}{cells}{row['factor']:>8.3g}{interval:>15}"
+            f"{mean:>+9.3f} [{low:+.3f}, {high:+.3f}]"
         )
     last = own[-1]
-    mean, low, high = gain(last, window[-1])
+    mean, low, high = compare.gain(last, window[-1])
     if last["n"] > L and asked != "window":
         verdict = "better than" if low > 0 else "worse than" if high < 0 else "no different from"
         print(
@@ -230,8 +215,10 @@ def report(curves: dict[str, list[dict]], asked: str, L: int) -> None:
     inside = [i for i, row in enumerate(own) if row["n"] <= L]
     if inside and asked not in ("none", "window"):
         i = inside[-1]
-        tax, low, high = difference(own[i], none[i])
-        price = f"{tax:+.3f} nats/token [{low:+.3f}, {high:+.3f}]" if own[i]["factor"] > 1 else "0, the factor is 1 there"
+        tax, low, high = compare.difference(own[i], none[i])
+        price = (
+            f"{tax:+.3f} nats/token [{low:+.3f}, {high:+.3f}]" if own[i]["factor"] > 1 else "0, the factor is 1 there"
+        )
         print(f"tax inside the trained context (n={own[i]['n']}, factor {own[i]['factor']:g}): {price}")
 
 

@@ -95,8 +95,9 @@ def main(hydra_cfg: DictConfig) -> None:
         return {"loss": loss, "ppl": math.exp(min(loss, 700)), "bits_per_byte": nats / math.log(2) / n_bytes}
 
     print(
-        f"{run}: {n_params / 1e6:.2f}M parameters, pos={cfg.pos['kind']}, ctx {cfg.ctx}, vocabulary {corpus.vocab_size}, "
-        f"{cfg.steps} steps of {cfg.batch_tokens} tokens on {device.type}{f', from step {start}' if start else ''}"
+        f"{run}: {n_params / 1e6:.2f}M parameters, pos={cfg.pos['kind']}, ctx {cfg.ctx}, "
+        f"vocabulary {corpus.vocab_size}, {cfg.steps} steps of {cfg.batch_tokens} tokens on {device.type}"
+        f"{f', going on from step {start}' if start else ''}"
     )
     bar = tqdm(total=cfg.steps * cfg.batch_tokens, initial=start * cfg.batch_tokens, unit="tok", unit_scale=True,
                dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 15)  # fmt: skip
@@ -141,7 +142,7 @@ def main(hydra_cfg: DictConfig) -> None:
             if (saving or done % cfg.log_every == 0) and not torch.isfinite(health):
                 kept = f"{run}/ckpt.pt keeps step {saved}" if saved else "nothing was saved yet"
                 raise ValueError(
-                    f"the loss or its gradient is not finite by step {done}: {kept}; try a lower optim.lr={cfg.optim.lr}"
+                    f"the loss or its gradient is not finite by step {done}: {kept}; try optim.lr below {cfg.optim.lr}"
                 )
             if done % cfg.val_every == 0 or last:
                 validation = validate()

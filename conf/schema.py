@@ -246,7 +246,8 @@ def call(function: Callable, knobs: dict[str, Any], group: str, *args: Any) -> A
     for key, value in given.items():
         if key not in own:
             raise ValueError(
-                f"{group}.{key}={value}: no such setting of {group}={knobs.get('kind')}; it has {', '.join(own) or 'none'}"
+                f"{group}.{key}={value}: no such setting of {group}={knobs.get('kind')}, "
+                f"which has {', '.join(own) or 'none'}"
             )
         if not _is(value, hints.get(key, Any)):
             expected = str(getattr(hints[key], "__name__", hints[key]))

@@ -37,6 +37,6 @@ def documents() -> Iterator[tuple[str, str]]:
     if digest.hexdigest() != SHA256:
         raise ValueError(
             f"data=sympy: the installed sympy's files differ from those of version {VERSION} "
-            f"(sha256 {digest.hexdigest()[:12]}, expected {SHA256[:12]}): pip install --force-reinstall sympy=={VERSION}"
+            f"(sha256 {digest.hexdigest()[:12]}, expected {SHA256[:12]}): pip install -I sympy=={VERSION}"
         )
     yield from found

@@ -9,7 +9,7 @@ from pathlib import Path
 def _paths(files: str | None) -> list[Path]:
     if not files:
         raise ValueError("data=text needs data.files='GLOB', for example data.files='docs/**/*.txt'")
-    paths = sorted(Path(p) for p in glob.glob(files, recursive=True) if Path(p).is_file())
+    paths = sorted(Path(p) for p in glob.glob(files, recursive=True) if Path(p).is_file())  # noqa: PTH207 (absolute globs)
     if not paths:
         raise ValueError(f"data.files={files}: matches no file (seen from {Path.cwd()})")
     if len(paths) == 1:
