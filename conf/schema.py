@@ -287,7 +287,7 @@ def entry(main: Callable[[], None]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints the error itself, in many lines
     try:
         main()
-    except (ValueError, HydraException, OmegaConfBaseException) as e:
+    except (ValueError, OSError, HydraException, OmegaConfBaseException) as e:
         if debug:
             raise
         sys.exit(f"error: {one_line(e)}")

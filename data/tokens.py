@@ -74,9 +74,10 @@ def prepare(cfg: dict, cache: str) -> Corpus:
         except (OSError, ValueError, KeyError) as e:
             print(f"cache: {folder} is damaged ({e}): preparing it again", file=sys.stderr)
     # Built aside and renamed, so that a kill or a full disk leaves nothing that looks finished.
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    aside = None
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
         _build(aside, cfg, list(call(documents, own, "data")))
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
@@ -84,7 +85,8 @@ def prepare(cfg: dict, cache: str) -> Corpus:
         if not folder.exists():  # else another process was first with the same files
             raise ValueError(f"cache={cache}: cannot write {folder}: {e.strerror or e}") from None
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        if aside:
+            shutil.rmtree(aside, ignore_errors=True)
     return _open(folder, key, cfg["tokenizer"])
 
 
