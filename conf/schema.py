@@ -117,6 +117,7 @@ def train_config(cfg: DictConfig) -> TrainConfig:
         check(getattr(c, key) >= 1, key, getattr(c, key), "at least 1")
     check(c.seed >= 0, "seed", c.seed, "at least 0")
     check(c.dtype in ("auto", "float32", "bfloat16"), "dtype", c.dtype, "auto, float32 or bfloat16")
+    c.compile = c.compile.lower()  # YAML reads true and false as booleans
     check(c.compile in ("auto", "true", "false"), "compile", c.compile, "auto, true or false")
     check(c.batch_tokens % c.ctx == 0, "batch_tokens", c.batch_tokens, f"a multiple of ctx={c.ctx}")
     m, o = c.model, c.optim
@@ -199,18 +200,18 @@ def _to_object(cfg: DictConfig, kind: type) -> Any:
 
 
 def _default_name(c: TrainConfig) -> str:
-    """rope, alibi-seed1, rope-tiny-lr0.001: the encoding, then whatever the command line changed, sorted."""
+    """rope, alibi-seed1, rope-tiny-lr0.001: the encoding, then whatever else the command line chose, sorted."""
     if not HydraConfig.initialized():
         return "run"
     hydra = HydraConfig.get()
-    parts = []
+    groups, settings = [], []
     for override in sorted(hydra.overrides.task):
         key, _, value = override.lstrip("+~").partition("=")
-        if key == "pos" or key in RUN_CONTROL:
-            continue
-        group = key in ("model", "data", "optim", "exp")
-        parts.append(value if group else key.rpartition(".")[2] + value)
-    name = "-".join([hydra.runtime.choices.get("pos", "run"), *parts])
+        if key in ("model", "data", "optim", "exp"):
+            groups.append(value)
+        elif key != "pos" and key not in RUN_CONTROL:
+            settings.append(key.rpartition(".")[2] + value)
+    name = "-".join([hydra.runtime.choices["pos"], *groups, *settings])
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("_")
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 # Before anything imports wandb or torch
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("WANDB_SILENT", "true")
+# The models here are tiny: a second thread would only wait for the first. Also for the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 from hydra import compose, initialize_config_dir

@@ -60,7 +60,9 @@ def test_prepared_tokens_decode_to_the_documents(docs):
     held_out = {corpus.encoding.decode(d.tokens.tolist()) for d in corpus.held_out}
     end = corpus.encoding.eot_token
     cuts = np.flatnonzero(corpus.train == end)
-    train = {corpus.encoding.decode(part[part != end].tolist()) for part in np.split(corpus.train, cuts + 1) if len(part)}
+    train = {
+        corpus.encoding.decode(part[part != end].tolist()) for part in np.split(corpus.train, cuts + 1) if len(part)
+    }
     assert held_out | train == texts and len(held_out) == 2 and len(train) == 4
     for d in corpus.held_out:
         assert corpus.token_bytes[d.tokens].sum() == len(corpus.encoding.decode(d.tokens.tolist()).encode())
@@ -119,7 +121,9 @@ def test_gpt2_without_network_is_one_clear_line(monkeypatch):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    with pytest.raises(ValueError, match=r"data\.tokenizer=gpt2: its ranks could not be downloaded \(ConnectionError\)"):
+    with pytest.raises(
+        ValueError, match=r"data\.tokenizer=gpt2: its ranks could not be downloaded \(ConnectionError\)"
+    ):
         tokenizer.build("gpt2", 0, [])
 
 
@@ -171,7 +175,9 @@ def test_streams_and_documents_that_are_too_short_are_refused(docs):
     corpus = tokens.prepare(TEXT, ".cache")
     longest = max(len(d.tokens) for d in corpus.held_out)
     assert tokens.matched_targets(corpus, longest - 1, 9)[1].shape == (1, longest)
-    with pytest.raises(ValueError, match=f"ctx={longest}: the longest held-out document of this corpus allows {longest - 1}"):
+    with pytest.raises(
+        ValueError, match=f"ctx={longest}: the longest held-out document of this corpus allows {longest - 1}"
+    ):
         tokens.matched_targets(corpus, longest, 9)
     with pytest.raises(ValueError, match="longest held-out document"):
         tokens.validation(corpus, 10**6, 4)
@@ -184,5 +190,3 @@ def test_validation_windows_are_held_out_text_and_never_cross_documents(docs):
     for w in windows.tolist():
         assert any(w == d[i : i + 21] for d in whole for i in range(len(d)))
     assert len({tuple(w) for w in windows.tolist()}) == 10
-
-

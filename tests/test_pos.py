@@ -144,7 +144,9 @@ def test_alibi_equals_the_key_only_form():
     encoding = gpt.build_encoding(train_settings("pos=alibi", *SMALL))
     T = 20
     p = torch.arange(T)
-    scores = torch.randn(4, T, T, dtype=torch.float64).masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
+    scores = torch.randn(4, T, T, dtype=torch.float64).masked_fill(
+        torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf
+    )
     slope = torch.tensor(slopes(4), dtype=torch.float64)[:, None, None]
     ours, theirs = (scores + encoding.bias(p, p).double()).softmax(-1), (scores + slope * p).softmax(-1)
     assert (ours - theirs).abs().max() < 1e-14
@@ -305,5 +307,3 @@ def test_odd_head_dim_is_refused():
         gpt.build_encoding(train_settings("pos=rope", *SMALL, "model.width=60"))
     with pytest.raises(ValueError, match=r"model\.width=63"):
         gpt.build_encoding(train_settings("pos=sinusoidal", *SMALL, "model.width=63", "model.n_heads=7"))
-
-

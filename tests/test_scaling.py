@@ -36,7 +36,9 @@ def cases() -> list[dict]:
         found += [{**shape, "type": "linear", "factor": f, "n": L} for f in (1.0, 2.0, 4.5, 32.0)]
         # Hugging Face's dynamic factor is another thing; at 1 it is the clean s = n / L
         found += [{**shape, "type": "dynamic", "factor": 1.0, "n": n} for n in (L // 2, L, L + 1, 2 * L, 8 * L)]
-        for f, truncate, (fast, slow) in itertools.product((1.0, 2.0, 8.0, 32.0), (True, False), ((32.0, 1.0), (4.0, 1.0))):
+        for f, truncate, (fast, slow) in itertools.product(
+            (1.0, 2.0, 8.0, 32.0), (True, False), ((32.0, 1.0), (4.0, 1.0))
+        ):
             knobs = {"truncate": truncate, "beta_fast": fast, "beta_slow": slow}
             found.append({**shape, "type": "yarn", "factor": f, "n": L, **knobs})
         found.append({**shape, "type": "yarn", "factor": 4.0, "n": L, "attention_factor": 1.25})
@@ -129,7 +131,9 @@ def test_yarn_keeps_fast_pairs_interpolates_slow_ones_and_scales_scores_by_the_s
     model = model_of("rope")
     q, p = torch.randn(1, 5, 1, 16).double(), torch.arange(5)
     small = resolve({"kind": "yarn", "factor": 8.0}, Trained("rope", 32, model.pos.inv_freq), 32, 32)
-    plain = resolve({"kind": "yarn", "factor": 8.0, "attention_factor": 1.0}, Trained("rope", 32, model.pos.inv_freq), 32, 32)
+    plain = resolve(
+        {"kind": "yarn", "factor": 8.0, "attention_factor": 1.0}, Trained("rope", 32, model.pos.inv_freq), 32, 32
+    )
     scores = [torch.einsum("bqhd,bkhd->qk", *model.pos.rotate(q, q, model.pos.prepare(p, s))) for s in (small, plain)]
     assert torch.allclose(scores[0], scores[1] * (0.1 * math.log(8) + 1) ** 2, rtol=1e-5)
 

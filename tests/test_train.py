@@ -1,0 +1,296 @@
+"""Training runs that can be trusted: resume, signals, kills, full disks, bad losses; and every yaml of conf/ trains."""
+
+import json
+import math
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from conf.schema import OptimConfig, train_config
+from model import checkpoint
+from tests.conftest import ROOT, choices, command, composed, run_train, train_settings
+
+
+def weights(name: str) -> dict:
+    return checkpoint.load(Path("runs") / name)
+
+
+def same(a: object, b: object) -> bool:
+    """Equal to the bit, through tensors, dicts and lists."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+# ---- what trains ----
+
+EACH = [f"pos={p}" for p in choices("pos")] + [f"model={m}" for m in choices("model") if m != "gpt2"]
+EACH += ["model.n_kv_heads=1", "model.mlp=swiglu", "model.tied_head=false", "dtype=float32", "data.tokenizer=bytes"]
+EACH += ["micro_tokens=128"]  # 4 forward passes for each step
+
+
+@pytest.mark.parametrize("setting", EACH)
+def test_every_yaml_composes_and_trains_two_steps(setting, here):
+    small = [] if setting.startswith("model=") else ["model.width=32"]
+    cfg = composed("train", "exp=smoke", setting, "steps=2", "name=x", *small)
+    if setting.startswith("model="):  # exp=smoke makes every model small: undo that
+        shape = composed("train", setting)
+        cfg.model, cfg.batch_tokens, cfg.val_windows = shape.model, 128, 2
+    train.main(cfg)
+    state = weights("x")
+    assert state["step"] == 2 and math.isfinite(state["validation"]["loss"])
+
+
+def test_gpt2_and_every_exp_compose():
+    assert train_settings("model=gpt2").model.n_layers == 12
+    for exp in choices("exp"):
+        assert train_settings(f"exp={exp}").exp == exp
+
+
+def test_text_corpus_trains(here):
+    (here / "docs").mkdir()
+    for i, path in enumerate(sorted((ROOT / "tests").glob("*.py"))):
+        (here / "docs" / f"{i}.txt").write_text(path.read_text())
+    run_train("data=text", "data.files=docs/*.txt", "data.vocab_size=400", "steps=2", "ctx=32", "name=mine")
+    assert weights("mine")["step"] == 2
+
+
+def test_training_learns_and_accumulation_is_the_same_step(here, capsys):
+    run_train("steps=40", "optim.lr=5e-3", "optim.warmup=2", "name=whole", "dtype=float32")
+    run_train("steps=40", "optim.lr=5e-3", "optim.warmup=2", "name=parts", "dtype=float32", "micro_tokens=64")
+    whole, parts = weights("whole"), weights("parts")
+    assert whole["validation"]["loss"] < math.log(512) - 0.6
+    assert parts["validation"]["loss"] == pytest.approx(whole["validation"]["loss"], rel=1e-4)
+    out = capsys.readouterr().out
+    assert "next: python eval.py run=whole ctx=8192 scaling=ntk" in out and "bits/byte" in out
+
+
+def test_learning_rate():
+    o = OptimConfig(lr=1.0, warmup=10, final_lr=0.1)
+    rates = [train.learning_rate(s, 100, o) for s in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1
+    assert rates[55] == pytest.approx(0.55) and rates[99] == pytest.approx(0.11)
+    assert max(rates) == 1 and rates[10:] == sorted(rates[10:], reverse=True)
+
+
+# ---- stopping and going on ----
+
+
+def test_ten_steps_equal_five_and_five_more(here, monkeypatch, capsys):
+    run_train("steps=10", "name=whole")
+
+    class StopAtFive(train.runtime.Stop):
+        def __bool__(self):
+            return (Path("runs/parts/ckpt.pt").exists()) and weights("parts")["step"] == 5
+
+        exit_code = 143
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.runtime, "Stop", StopAtFive)
+        with pytest.raises(SystemExit) as stopped:
+            run_train("steps=10", "name=parts")
+    assert stopped.value.code == 143 and 5 <= weights("parts")["step"] < 10
+    run_train("steps=10", "name=parts")
+    a, b = weights("whole"), weights("parts")
+    assert same(a["model"], b["model"]) and same(a["optimizer"], b["optimizer"])
+    assert not same(a["model"], {k: v + 1 for k, v in b["model"].items()})
+    capsys.readouterr()
+    run_train("steps=10", "name=parts")
+    assert "already trained, 10 steps" in capsys.readouterr().out
+    run_train("steps=10", "name=parts", "fresh=true", "seed=1")
+    assert weights("parts")["cfg"].seed == 1 and not same(weights("parts")["model"], a["model"])
+
+
+def start(here: Path, *settings: str) -> subprocess.Popen:
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), "exp=smoke", "name=x", *settings],
+        cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until = time.monotonic() + 120
+    while not Path("runs/x/ckpt.pt").exists():
+        assert time.monotonic() < until and process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_save_and_exit(here, number, code):
+    process = start(here, "steps=100000")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code and "Traceback" not in err
+    step = weights("x")["step"]
+    assert f"stopped: runs/x is saved at step {step} of 100000; the same command goes on" in out
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_that_goes_on(here):
+    settings = ("steps=150", "save_every=1")
+    process = start(here, *settings)
+    for _ in range(2):  # at two moments; saving at every step, one in a few hits a save
+        time.sleep(0.3)
+        process.kill()
+        process.communicate()
+        weights("x")
+        process = start(here, *settings) if weights("x")["step"] < 150 else process
+    process.communicate(timeout=120)
+    assert process.returncode == 0 and weights("x")["step"] == 150
+    run_train("steps=150", "save_every=1000", "name=straight")
+    assert same(weights("x")["model"], weights("straight")["model"])
+    assert not [f for f in Path("runs/x").iterdir() if f.name.endswith(".pt") and f.name != "ckpt.pt"]
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(here):
+    run_train("steps=6", "save_every=5", "name=x")  # fills the corpus cache, too
+    before = Path("runs/x/ckpt.pt").read_bytes()
+
+    def small_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
+
+    for name, kept in (("x", True), ("y", False)):
+        args = [sys.executable, str(ROOT / "train.py"), "exp=smoke", "steps=6", "save_every=5", f"name={name}"]
+        args += ["fresh=true"] if name == "y" else []
+        if kept:  # make it want to save again
+            state = torch.load("runs/x/ckpt.pt", weights_only=True)
+            torch.save({**state, "step": 5}, "runs/x/ckpt.pt")
+            before = Path("runs/x/ckpt.pt").read_bytes()
+        done = subprocess.run(args, cwd=here, preexec_fn=small_files, capture_output=True, text=True, timeout=120)
+        last = done.stderr.strip().splitlines()[-1]
+        assert done.returncode == 1 and last.startswith(f"error: runs/{name}/ckpt.pt: cannot be written (")
+        assert ("the last one saved is kept" in last) == kept and "Traceback" not in done.stderr
+        assert not list(Path(f"runs/{name}").glob(".*"))
+    assert Path("runs/x/ckpt.pt").read_bytes() == before
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(here, monkeypatch):
+    real = train.learning_rate
+    monkeypatch.setattr(train, "learning_rate", lambda step, *a: math.inf if step == 12 else real(step, *a))
+    with pytest.raises(ValueError, match=r"not finite by step 15: runs/x/ckpt\.pt keeps step 10; try optim\.lr below"):
+        run_train("name=x")
+    state = weights("x")
+    assert state["step"] == 10 and all(p.isfinite().all() for p in state["model"].values())
+
+
+def test_another_config_under_the_same_name_is_refused_by_key(here):
+    run_train("steps=2", "name=x")
+    before = Path("runs/x/ckpt.pt").read_bytes()
+    with pytest.raises(
+        ValueError, match=r"optim\.lr=0\.5 \(the run has 0\.002\), pos\.base=7\.0 \(the run has 10000\.0\)"
+    ):
+        run_train("steps=2", "name=x", "optim.lr=0.5", "pos.base=7.0")
+    run_train("steps=2", "name=x", "save_every=7", "log_every=1", "compile=false")  # run control may differ
+    assert Path("runs/x/ckpt.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["truncated", "foreign", "pickle", "empty", "old"])
+def test_damaged_and_foreign_checkpoints_are_one_clear_line(here, damage):
+    run_train("steps=2", "name=x")
+    path = Path("runs/x/ckpt.pt")
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-5000])
+    elif damage == "foreign":
+        torch.save({"state_dict": torch.ones(3)}, path)
+    elif damage == "pickle":
+        torch.save({"format": checkpoint.FORMAT, "config": Path("x")}, path)  # would run code if it were loaded
+    elif damage == "old":
+        torch.save({**torch.load(path), "config": {"n_layer": 4}}, path)
+    else:
+        path.write_bytes(b"")
+    with pytest.raises(
+        ValueError, match=r"runs/x/ckpt\.pt: not a whole ropewalk checkpoint \(.*\): train again with fresh=true"
+    ):
+        run_train("steps=2", "name=x")
+
+
+def test_a_changed_corpus_is_noticed(here):
+    (here / "docs").mkdir()
+    for i in range(3):
+        (here / "docs" / f"{i}.txt").write_text("some words to train on, and again. " * (40 + i))
+    settings = ("data=text", "data.files=docs/*.txt", "data.vocab_size=270", "ctx=16", "batch_tokens=16", "name=x")
+    run_train(*settings, "steps=2")
+    (here / "docs" / "0.txt").write_text("other words " * 90)
+    state = torch.load("runs/x/ckpt.pt", weights_only=True)
+    torch.save({**state, "step": 1}, "runs/x/ckpt.pt")
+    with pytest.raises(ValueError, match="the corpus has changed since this run began"):
+        run_train(*settings, "steps=2")
+
+
+def test_run_names_come_from_what_the_command_line_changed():
+    def name(*overrides):
+        return train_config(composed("train", *overrides)).name
+
+    assert name() == name("pos=rope") == "rope"
+    assert name("pos=alibi", "seed=1", "device=cpu") == "alibi-seed1"
+    assert name("seed=1", "exp=smoke") == name("exp=smoke", "seed=1") == "rope-smoke-seed1"
+    assert name("pos.base=500", "optim.lr=1e-3") == "rope-lr1e-3-base500"
+    assert name("data=text", "data.files=docs/**/*.txt") == "rope-text-filesdocs_.txt"
+
+
+# ---- wandb ----
+
+
+def test_an_offline_wandb_run_can_be_read_back(here):
+    """No account, no terminal, no network: training and evaluation each leave a run that wandb itself reads."""
+    env = {"WANDB_MODE": "offline", "NETRC": "/nonexistent", "WANDB_API_KEY": ""}
+    done = command("train.py", "exp=smoke", "name=x", cwd=here, **env)
+    assert done.returncode == 0, done.stderr
+    done = command("eval.py", "run=x", "ctx=128", "scaling=pi", "documents=4", cwd=here, **env)
+    assert done.returncode == 0, done.stderr
+    read = {}
+    for folder in sorted(Path("wandb").glob("offline-run-*")):
+        inspect = [sys.executable, "-m", "wandb", "leet", "inspect", str(folder), "--json"]
+        lines = subprocess.run(inspect, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+        records = [json.loads(line) for line in lines]
+        run = next(r["run"] for r in records if r["type"] == "run")
+        read[run["display_name"]] = run, records
+    assert set(read) == {"x", "x none", "x window", "x pi"}
+    assert {run["run_group"] for run, _ in read.values()} == {"x"}
+    run, records = read["x"]
+    assert run["job_type"] == "train" and run["config"]["update"]["pos"]["kind"] == "rope"
+    assert "train/val_bits_per_byte" in json.dumps(records) and "train/tokens_per_s" in json.dumps(records)
+    run, records = read["x pi"]
+    assert run["job_type"] == "eval" and run["config"]["update"]["train"]["ctx"] == 64
+    history = [r for r in records if r["type"] == "history"]
+    assert len(history) == 2 and all(
+        k in json.dumps(history) for k in ("eval/ctx", "eval/ppl", "eval/gain_over_window")
+    )
+    assert "eval/ctx" in json.dumps([r for r in records if r["type"] == "metric"])
+
+
+def test_training_never_dies_of_wandb(here, monkeypatch, capsys):
+    import wandb
+
+    real = wandb.init
+
+    def broken(*args, mode=None, **kwargs):
+        if mode != "disabled":
+            raise wandb.errors.CommError("no route to host")
+        return real(*args, mode=mode, **kwargs)
+
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr(wandb, "init", broken)
+    run_train("steps=2", "name=x")
+    err = capsys.readouterr().err
+    assert "wandb: online did not start (no route to host)" in err and weights("x")["step"] == 2
+
+
+@pytest.mark.slow
+def test_compiled_training_is_the_same_to_rounding_and_resumes_exactly(here):
+    """About a minute: the compiler. 14 steps cross COMPILE_AT."""
+    settings = ("exp=smoke", "steps=14", "save_every=12", "compile=true", "dtype=float32")
+    for args in (("name=a",), ("name=b",), ("name=c", "compile=false")):
+        done = command("train.py", *settings, *args, cwd=here)
+        assert done.returncode == 0, done.stderr
+    a, b, c = (weights(name)["model"] for name in "abc")
+    assert same(a, b)
+    assert all((a[k] - c[k]).abs().max() < 1e-3 for k in a)
