@@ -44,7 +44,7 @@ def test_matched_targets_are_the_same_at_every_length_and_scored_once():
 
 
 def test_context_shows_and_nothing_else_does():
-    """With a model that needs 6 tokens: at n=4 all four targets pay, at n=8 the first (5 before it) does, at 16 none."""
+    """With a model that needs 6 tokens: at n=4 all four targets pay, at n=8 the first (5 before it), at 16 none."""
     plain = TARGETS[:, -4:] / 100
     paid = [(evaluation.nll(Stub(6), TARGETS, n, UNSCALED, 4) - plain).sum().item() for n in (4, 8, 16)]
     assert paid == pytest.approx([8, 2, 0], abs=1e-4)
