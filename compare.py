@@ -54,11 +54,17 @@ def gain(row: dict, window: dict) -> tuple[float, float, float]:
 
 
 def select(curves: list[Curve], targets: str) -> list[Curve]:
-    """Those measured on these targets, the newest of each run and label; the controls first."""
+    """Those measured on these targets, the newest of each run and label; the controls first.
+
+    A run that was trained on, or anew, since some of its curves were measured keeps those of its newest weights only.
+    """
     newest: dict[tuple, Curve] = {}
+    weights: dict[str, str] = {}
     for curve in sorted(curves, key=lambda c: c[0]["age"]):
         if curve[0]["targets"] == targets:
             newest[curve[0]["run"], curve[0]["label"]] = curve
+            weights[curve[0]["run"]] = curve[0]["weights"]
+    newest = {key: c for key, c in newest.items() if c[0]["weights"] == weights[key[0]]}
     order = {"none": 0, "window": 1}
     return sorted(newest.values(), key=lambda c: (c[0]["run"], order.get(c[0]["label"], 2), c[0]["label"]))
 

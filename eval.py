@@ -159,7 +159,7 @@ def main(hydra_cfg: DictConfig) -> None:
                     "attention_factor": scaled.attention_factor, "loss": loss, "low": low, "high": high,
                     "ppl": math.exp(min(loss, 700)), "bits_per_byte": loss * n_tokens / math.log(2) / n_bytes,
                     "tokens": n_tokens, "bytes": n_bytes, "documents": len(names), "score": cfg.score, "ctx": ctx,
-                    "targets": target_key, "dtype": dtype, "device": device.type,
+                    "targets": target_key, "weights": digest[:12], "dtype": dtype, "device": device.type,
                     "seconds": round(time.monotonic() - began, 2), "nll": per_document.round(4).tolist(),
                 })  # fmt: skip
             text = "".join(json.dumps(row) + "\n" for row in rows)

@@ -69,8 +69,8 @@ def main(hydra_cfg: DictConfig) -> None:
         start, seconds = state["step"], state["seconds"]
         del state
     else:
-        checkpoint.start(run, cfg)
         (run / "ckpt.pt").unlink(missing_ok=True)  # fresh=true
+        checkpoint.start(run, cfg)
 
     # One step is batch_tokens; what does not fit into one forward pass is accumulated.
     rows = cfg.batch_tokens // cfg.ctx
@@ -80,7 +80,8 @@ def main(hydra_cfg: DictConfig) -> None:
     held_out = tokens.validation(corpus, cfg.ctx, cfg.val_windows)
     token_bytes = torch.from_numpy(corpus.token_bytes)
     n_params = model.n_parameters()
-    compiles = runtime.should_compile(cfg.compile, device, 6 * n_params * cfg.batch_tokens * (cfg.steps - start))
+    # Decided by the whole run, not by what is left of it: a resumed run must round as an uninterrupted one does.
+    compiles = runtime.should_compile(cfg.compile, device, 6 * n_params * cfg.batch_tokens * cfg.steps)
 
     @torch.no_grad()
     def validate() -> dict[str, float]:

@@ -292,3 +292,5 @@ def entry(main: Callable[[], None]) -> None:
         if debug:
             raise
         sys.exit(f"error: {one_line(e)}")
+    except KeyboardInterrupt:
+        sys.exit(130)

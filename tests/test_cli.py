@@ -1,0 +1,184 @@
+"""What a user can get wrong: one line that names the setting, the value and what would be right; exit code 1."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+import compare
+import eval as evaluation
+import train
+from conf.schema import entry
+from tests.conftest import ROOT, choices, command
+
+SMOKE = ["exp=smoke", "name=x"]
+
+
+def say(main, argv: list[str], monkeypatch) -> str:
+    """The error line that this command line ends with."""
+    GlobalHydra.instance().clear()
+    monkeypatch.setattr(sys, "argv", ["script.py", *argv])
+    with pytest.raises(SystemExit) as stop:
+        entry(main)
+    message = stop.value.code
+    assert isinstance(message, str), message  # sys.exit(text) prints it to stderr and exits with 1
+    assert message.startswith("error: ") and "\n" not in message and len(message) < 400, message
+    return message
+
+
+@pytest.mark.parametrize(
+    "argv, right",
+    [
+        (["pos=rop"], r"Could not find 'pos/rop'.* Available options in 'pos': alibi, learned, none, rope,"),
+        (["model=huge"], r"Could not find 'model/huge'.* gpt2, nano, tiny"),
+        (["data=books1"], r"Could not find 'data/books1'.* sympy, text"),
+        (["stepz=3"], r"stepz"),
+        (["pos.bass=3"], r"bass"),
+        (["+foo=1"], r"foo"),
+        (["+pos.foo=1"], r"pos\.foo=1: no such setting of pos=rope, which has base, interleaved"),
+        (["ctx=-5"], r"ctx=-5: must be at least 1"),
+        (["ctx=abc"], r"ctx.*abc.*Integer|abc.*Integer"),
+        (["ctx=0"], r"ctx=0: must be at least 1"),
+        (["steps=0"], r"steps=0: must be at least 1"),
+        (["seed=-1"], r"seed=-1: must be at least 0"),
+        (["batch_tokens=100"], r"batch_tokens=100: must be a multiple of ctx=64"),
+        (["model.width=30", "model.n_heads=4"], r"model\.width=30: must be a multiple of model\.n_heads=4"),
+        (["model.width=30", "model.n_heads=2"], r"head_dim=15 .*must be even"),
+        (["model.n_kv_heads=3"], r"model\.n_kv_heads=3: must be a divisor of model\.n_heads=2"),
+        (["model.mlp=relu"], r"model\.mlp=relu: must be gelu or swiglu"),
+        (["pos.base=zero"], r"pos\.base=zero: must be of type float"),
+        (["pos.base=0.5"], r"pos\.base=0\.5: must be at least 1"),
+        (["pos.kind=swirl"], r"pos\.kind=swirl: no model/pos/swirl\.py"),
+        (["pos=learned", "pos.max_positions=32"], r"pos\.max_positions=32: must be at least ctx=64"),
+        (["dtype=float16"], r"dtype=float16: must be auto, float32 or bfloat16"),
+        (["compile=maybe"], r"compile=maybe: must be auto, true or false"),
+        (["device=tpu9"], r"device=tpu9: cannot be used here"),
+        (["name=a/b"], r"name=a/b: must be of letters"),
+        (["name=.hidden"], r"name=\.hidden: must be of letters"),
+        (["optim.lr=-1"], r"optim\.lr=-1\.0: must be above 0"),
+        (["data.tokenizer=word"], r"data\.tokenizer=word: must be bpe, bytes or gpt2"),
+        (["data.vocab_size=10"], r"data\.vocab_size=10: must be a whole number from 257"),
+        (["data=text"], r"data=text needs data\.files"),
+        (["data=text", "data.files=none/*.txt"], r"data\.files=none/\*\.txt: matches no file"),
+        (["ctx=10000000", "batch_tokens=10000000"], r"ctx=10000000: "),
+        (["a b="], r"a b="),
+    ],
+)
+def test_train_says_what_is_wrong_and_writes_no_run(argv, right, here, monkeypatch):
+    smoke = [] if any(a.startswith("name=") for a in argv) else SMOKE
+    assert re.search(right, say(train.main, [*(smoke or SMOKE[:1]), *argv], monkeypatch))
+    assert not list(here.glob("runs/*/ckpt.pt"))
+    assert not list(here.glob("outputs")) and not list(here.glob("multirun"))
+
+
+@pytest.mark.parametrize(
+    "argv, right",
+    [
+        (["scaling=ntkk"], r"Could not find 'scaling/ntkk'.* dynamic_ntk, none, ntk, pi, window, yarn"),
+        (["scaling=pi", "scaling.factor=half"], r"scaling\.factor=half: must be auto, fixed or a number"),
+        (["scaling=dynamic_ntk", "scaling.factor=4"], r"factor"),
+        (["ctx=-5"], r"ctx=-5: must be at least score=64"),
+        (["ctx=abc"], r"ctx=abc: must be a whole number"),
+        (["ctx=[64,x]"], r"ctx=\[64, 'x'\]: must be a whole number"),
+        (["score=0"], r"score=0: must be at least 1"),
+        (["documents=0"], r"documents=0: must be at least 1"),
+        (["run=nobody"], r"run=nobody: no trained run of that name in runs/"),
+        ([], r"no trained run in runs/: first: python train\.py pos=rope"),
+    ],
+)
+def test_eval_says_what_is_wrong(argv, right, here, monkeypatch):
+    if "factor=half" in str(argv):  # needs a run to be applied to
+        train_one(here)
+    assert re.search(right, say(evaluation.main, argv, monkeypatch))
+
+
+def train_one(here: Path) -> None:
+    from tests.conftest import run_train
+
+    run_train("steps=1", "name=x")
+
+
+def test_eval_exp_picks_the_runs_of_an_experiment(here):
+    done = command("eval.py", "exp=smoke", cwd=here)
+    assert done.returncode == 1 and done.stderr == (
+        "error: no trained run with exp=smoke in runs/: first: python train.py pos=rope exp=smoke\n"
+    )
+
+
+def test_compare_without_runs(here, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compare.py"])
+    with pytest.raises(ValueError, match=r"no evaluated curve in runs/: first: python eval\.py"):
+        compare.main()
+
+
+def test_gpt2_tokenizer_without_network_is_one_line(here):
+    """For real: a proxy that refuses stands for a machine with no network."""
+    nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "TIKTOKEN_CACHE_DIR": "tik"}
+    done = command("train.py", *SMOKE, "data.tokenizer=gpt2", cwd=here, **nowhere)
+    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
+    assert "error: data.tokenizer=gpt2: its ranks could not be downloaded" in done.stderr
+    assert not list(here.glob(".cache/sympy-gpt2*"))
+
+
+# ---- the README's commands, at smoke size, as processes ----
+
+
+def readme_commands() -> list[str]:
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.S)
+    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.startswith(("python train.py", "python eval.py", "python compare.py"))]
+
+
+def test_the_readmes_commands_run_in_order_at_smoke_size(here):
+    found = readme_commands()
+    assert "python train.py pos=rope" in found and "python eval.py ctx=8192 scaling=ntk" in found
+    (here / "docs").mkdir()
+    for i, path in enumerate(sorted((ROOT / "model").rglob("*.py"))):
+        (here / "docs" / f"{i}.txt").write_text(path.read_text())
+    for line in found:
+        script, *args = [a.strip("'") for a in line.removeprefix("python ").split()]
+        if script == "train.py":
+            args += ["exp=smoke", "steps=3", "data.vocab_size=400"]
+        if script == "eval.py":
+            args = [re.sub(r"ctx=\d+", "ctx=128", a) for a in args] + ["documents=3"]
+        done = command(script, *args, cwd=here)
+        assert done.returncode == 0, (line, done.stderr)
+    assert not list(here.glob("outputs")) and not list(here.glob("multirun*"))
+
+
+def test_multirun_trains_and_evaluates_each(here):
+    done = command("train.py", "-m", "exp=smoke", "steps=2", "pos=rope,none", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert {p.parent.name for p in here.glob("runs/*/ckpt.pt")} == {"rope-smoke-steps2", "none-smoke-steps2"}
+    run = "run=rope-smoke-steps2"
+    done = command("eval.py", "-m", run, "ctx=128", "documents=3", "scaling=pi,ntk,yarn", cwd=here)
+    assert done.returncode == 0, done.stderr
+    curves = {p.name.split("-ctx")[0] for p in here.glob("runs/rope-smoke-steps2/eval/*.jsonl")}
+    assert curves == {"none", "window", "pi", "ntk", "yarn"}
+    assert sorted(p.name for p in here.iterdir() if p.name not in ("wandb", ".cache")) == ["runs"]
+
+
+# ---- the repo itself ----
+
+
+def test_the_readme_names_every_choice_and_every_file():
+    text = (ROOT / "README.md").read_text()
+    for group in ("pos", "scaling", "data", "model"):
+        for name in choices(group):
+            assert f"`{name}`" in text, f"README.md does not name {group}={name}"
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    for path in listed:
+        if not path.startswith("tests/") and not path.endswith("__init__.py"):
+            assert Path(path).name in text, f"README.md does not name {path}"
+
+
+def test_no_module_of_ours_is_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["tool"]["setuptools"]["py-modules"] == []
+    pins = " ".join(project["project"]["dependencies"])
+    assert "torch==2.13.0" in pins and "sympy==1.14.0" in pins and "triton==3.7.1" in pins
