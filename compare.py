@@ -54,30 +54,30 @@ def gain(row: dict, window: dict) -> tuple[float, float, float]:
 
 
 def select(curves: list[Curve], targets: str) -> list[Curve]:
-    """Those measured on these targets, the newest of each run and label; the controls first.
+    """Those measured on these targets, of each run and label the one that reaches furthest; the controls first.
 
     A run that was trained on, or anew, since some of its curves were measured keeps those of its newest weights only.
     """
-    newest: dict[tuple, Curve] = {}
-    weights: dict[str, str] = {}
-    for curve in sorted(curves, key=lambda c: c[0]["age"]):
-        if curve[0]["targets"] == targets:
-            newest[curve[0]["run"], curve[0]["label"]] = curve
-            weights[curve[0]["run"]] = curve[0]["weights"]
-    newest = {key: c for key, c in newest.items() if c[0]["weights"] == weights[key[0]]}
+    curves = [c for c in curves if c[0]["targets"] == targets]
+    weights = {c[0]["run"]: c[0]["weights"] for c in sorted(curves, key=lambda c: c[0]["age"])}
+    chosen: dict[tuple, Curve] = {}
+    for c in sorted(curves, key=lambda c: (c[0]["ctx"], c[0]["age"])):
+        if c[0]["weights"] == weights[c[0]["run"]]:
+            chosen[c[0]["run"], c[0]["label"]] = c
     order = {"none": 0, "window": 1}
-    return sorted(newest.values(), key=lambda c: (c[0]["run"], order.get(c[0]["label"], 2), c[0]["label"]))
+    return sorted(chosen.values(), key=lambda c: (c[0]["run"], order.get(c[0]["label"], 2), c[0]["label"]))
 
 
-def draw(curves: list[Curve], path: Path, title: str) -> None:
+def draw(curves: list[Curve], path: Path, title: str, only: list[str] | None = None) -> None:
     """Bits per byte and perplexity against context length, each line labelled at its end.
 
-    The bands are 95 % intervals of each curve's difference from its run's window control.
+    The bands are 95 % intervals of each curve's difference from its run's window control. only: labels to show.
     """
+    controls = {c[0]["run"]: {row["n"]: row for row in c} for c in curves if c[0]["label"] == "window"}
+    curves = [c for c in curves if only is None or c[0]["label"] in only]
     runs = sorted({c[0]["run"] for c in curves})
     labels = list(dict.fromkeys(c[0]["label"] for c in curves if c[0]["label"] != "window"))
     fig, ax = plt.subplots(figsize=(9, 5.2), dpi=150)
-    controls = {c[0]["run"]: {row["n"]: row for row in c} for c in curves if c[0]["label"] == "window"}
     ends = []
     for curve in curves:
         first, control = curve[0], controls.get(curve[0]["run"], {})
@@ -98,7 +98,8 @@ def draw(curves: list[Curve], path: Path, title: str) -> None:
         ax.fill_between(ns, low, high, color=color, alpha=0.15, linewidth=0)
         text = "window control" if first["label"] == "window" else first["label"]
         text = "no scaling" if text == "none" and not by_run else text
-        ends.append([bits[-1], f"{first['run']}, {text}" if by_run else text, color, ns[-1]])
+        several = len({c[0]["label"] for c in curves}) > 1
+        ends.append((bits[-1], (f"{first['run']}, {text}" if several else first["run"]) if by_run else text, color))
     for L in sorted({c[0]["train_ctx"] for c in curves}):
         ax.axvline(L, color="#999999", linewidth=1)
         ax.annotate(f"trained at {L}", (L, 1), xycoords=("data", "axes fraction"), xytext=(4, -12),
@@ -140,24 +141,32 @@ def draw(curves: list[Curve], path: Path, title: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", nargs="*", help="names of runs; all of them if none is named")
+    parser.add_argument("--only", help="labels to keep, such as none,window; all of them otherwise")
     parser.add_argument("--runs", default="runs", help="the folder of runs")
     parser.add_argument("--out", default="compare.png", help="the figure, in the folder of runs unless it has a /")
     args = parser.parse_args()
     for name in args.run:
         if not (Path(args.runs) / name).is_dir():
             raise ValueError(f"{name}: no such run in {args.runs}/")
+        if not list(Path(args.runs, name, "eval").glob("*.jsonl")):
+            raise ValueError(f"{name}: has not been evaluated yet: python eval.py run={name}")
     files = [f for f in Path(args.runs).glob("*/eval/*.jsonl") if not args.run or f.parent.parent.name in args.run]
     if not files:
         raise ValueError(f"no evaluated curve in {args.runs}/: first: python eval.py ctx=8192 scaling=ntk")
     curves = [read(f) for f in files]
     (targets, _), *others = Counter(c[0]["targets"] for c in curves).most_common()
     chosen = select(curves, targets)
+    labels = sorted({c[0]["label"] for c in chosen})
+    only = args.only.split(",") if args.only else labels
+    if unknown := [k for k in only if k not in labels]:
+        raise ValueError(f"--only {args.only}: no curve is labelled {unknown[0]}; there are {', '.join(labels)}")
+    shown = [c for c in chosen if c[0]["label"] in only]
     first = chosen[0][0]
     print(f"bits/byte of the last {first['score']} tokens of {first['documents']} held-out documents, given n tokens")
-    wide = max(len(f"{c[0]['run']}  {c[0]['label']}") for c in chosen) + 2
-    ns = sorted({row["n"] for c in chosen for row in c})
+    wide = max(len(f"{c[0]['run']}  {c[0]['label']}") for c in shown) + 2
+    ns = sorted({row["n"] for c in shown for row in c})
     print(" " * wide + f"{'L':>6}" + "".join(f"{n:>8}" for n in ns))
-    for c in chosen:
+    for c in shown:
         by_n = {row["n"]: f"{row['bits_per_byte']:.3f}" for row in c}
         name = f"{c[0]['run']}  {c[0]['label']}"
         print(f"{name:<{wide}}{c[0]['train_ctx']:>6}" + "".join(f"{by_n.get(n, ''):>8}" for n in ns))
@@ -165,7 +174,7 @@ def main() -> None:
         left = sum(count for _, count in others)
         print(f"left out: {left} curves on other targets (another ctx, score or corpus), which do not compare")
     out = Path(args.out) if "/" in args.out else Path(args.runs) / args.out
-    draw(chosen, out, "Loss against context length, on the same targets")
+    draw(chosen, out, "Loss against context length, on the same targets", only)
     print(f"figure: {out}")
 
 

@@ -81,10 +81,14 @@ def choose(cfg: EvalConfig, ctx: int) -> tuple[str, str]:
     raise ValueError(f"no trained run{with_exp} in {cfg.runs}/: first: python train.py pos=rope{with_exp[5:]}")
 
 
+def usual(name: str) -> dict:
+    """The settings that conf/scaling/NAME.yaml gives."""
+    return OmegaConf.to_object(OmegaConf.load(ROOT / "conf" / "scaling" / f"{name}.yaml"))
+
+
 def label(name: str, knobs: dict) -> str:
     """The scaling's name and whatever differs from its yaml: `yarn beta_fast=4.0`."""
-    usual = OmegaConf.to_object(OmegaConf.load(ROOT / "conf" / "scaling" / f"{name}.yaml"))
-    return " ".join([name, *(f"{k}={v}" for k, v in knobs.items() if usual.get(k) != v)])
+    return " ".join([name, *(f"{k}={v}" for k, v in knobs.items() if usual(name).get(k) != v)])
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="eval")
@@ -104,9 +108,10 @@ def main(hydra_cfg: DictConfig) -> None:
     model.load_state_dict(state["model"])
     trained, L = gpt.trained(train, model.pos), train.ctx
     ns = lengths(cfg.ctx, cfg.score, L)
-    n_tokens = targets[:, -cfg.score :].numel()
-    n_bytes = int(corpus.token_bytes[targets[:, -cfg.score :].numpy()].sum())
 
+    scored = targets[:, -cfg.score :].contiguous()
+    target_key = hashlib.sha256(" ".join(names).encode() + scored.numpy().tobytes()).hexdigest()[:12]
+    n_tokens, n_bytes = scored.numel(), int(corpus.token_bytes[scored.numpy()].sum())
     done = "" if state["step"] == train.steps else f" of {train.steps}, unfinished"
     print(f"run: {name} ({why}): pos={train.pos['kind']}, trained at ctx {L}, step {state['step']}{done}")
     print(f"targets: the last {cfg.score} tokens of {len(names)} held-out documents, {n_bytes:,} bytes")
@@ -116,16 +121,12 @@ def main(hydra_cfg: DictConfig) -> None:
     # What is measured: no scaling, the control, and the scaling asked for, each under what identifies its curve
     dtype = "bfloat16" if runtime.uses_bfloat16(device, cfg.dtype) else "float32"
     digest = hashlib.sha256((run / "ckpt.pt").read_bytes()).hexdigest()
-    target_key = hashlib.sha256(targets.numpy().tobytes() + bytes([cfg.score % 256])).hexdigest()[:12]
-    asked = HydraConfig.get().runtime.choices["scaling"]
-    specs = {}
-    for choice in ("none", "window", asked):
-        usual = OmegaConf.to_object(OmegaConf.load(ROOT / "conf" / "scaling" / f"{choice}.yaml"))
-        knobs = cfg.scaling if choice == asked else usual
+    chosen = HydraConfig.get().runtime.choices["scaling"]
+    asked, specs = label(chosen, cfg.scaling), {}
+    for choice, knobs in (("none", usual("none")), ("window", usual("window")), (chosen, cfg.scaling)):
         identity = json.dumps([FORMAT, digest, target_key, ns, cfg.score, dtype, knobs], sort_keys=True)
         curve, key = label(choice, knobs), hashlib.sha256(identity.encode()).hexdigest()[:8]
         specs[curve] = (knobs, run / "eval" / f"{curve.replace(' ', '-')}-ctx{ctx}-{key}.jsonl")
-    asked = list(specs)[-1] if asked not in ("none", "window") else label(asked, cfg.scaling)
 
     curves: dict[str, list[dict]] = {}
     todo = [k for k, (_, file) in specs.items() if cfg.fresh or not file.exists()]

@@ -16,7 +16,7 @@ from model.pos import Encoding, Shape
 from model.scaling import UNSCALED, Scaled, Trained
 
 QUERY_BLOCK = 512  # queries at a time where a mask is needed, so that it never holds T x T numbers
-LOSS_BLOCK = 2**24  # logits at a time: 64 MB in float32
+LOSS_BLOCK = 2**25  # logits at a time: 128 MB in float32
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pos: Encoding, positions: Tensor, window: int | None) -> Tensor:
