@@ -154,7 +154,10 @@ def main() -> None:
     if not files:
         raise ValueError(f"no evaluated curve in {args.runs}/: first: python eval.py ctx=8192 scaling=ntk")
     curves = [read(f) for f in files]
-    (targets, _), *others = Counter(c[0]["targets"] for c in curves).most_common()
+    # The targets that most runs share, and of those the ones with the most curves
+    shared = Counter(t for t, _ in {(c[0]["targets"], c[0]["run"]) for c in curves})
+    counts = Counter(c[0]["targets"] for c in curves)
+    targets = max(counts, key=lambda t: (shared[t], counts[t]))
     chosen = select(curves, targets)
     labels = sorted({c[0]["label"] for c in chosen})
     only = args.only.split(",") if args.only else labels
@@ -170,8 +173,7 @@ def main() -> None:
         by_n = {row["n"]: f"{row['bits_per_byte']:.3f}" for row in c}
         name = f"{c[0]['run']}  {c[0]['label']}"
         print(f"{name:<{wide}}{c[0]['train_ctx']:>6}" + "".join(f"{by_n.get(n, ''):>8}" for n in ns))
-    if others:
-        left = sum(count for _, count in others)
+    if left := len(curves) - counts[targets]:
         print(f"left out: {left} curves on other targets (another ctx, score or corpus), which do not compare")
     out = Path(args.out) if "/" in args.out else Path(args.runs) / args.out
     draw(chosen, out, "Loss against context length, on the same targets", only)

@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import compare
-from conf.schema import ROOT, EvalConfig, TrainConfig, entry, eval_config
+from conf.schema import ROOT, EvalConfig, TrainConfig, entry, eval_config, one_line_errors
 from data import tokens
 from model import checkpoint, gpt, runtime, scaling
 from model.scaling import Scaled, Unfit
@@ -92,6 +92,7 @@ def label(name: str, knobs: dict) -> str:
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="eval")
+@one_line_errors
 def main(hydra_cfg: DictConfig) -> None:
     cfg = eval_config(hydra_cfg)
     ctx = max(cfg.ctx) if isinstance(cfg.ctx, list) else cfg.ctx

@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from conf.schema import OptimConfig, differences, entry, train_config
+from conf.schema import OptimConfig, differences, entry, one_line_errors, train_config
 from data import tokens
 from model import checkpoint, gpt, runtime
 
@@ -39,6 +39,7 @@ def make_optimizer(model: gpt.GPT, o: OptimConfig) -> torch.optim.AdamW:
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
+@one_line_errors
 def main(hydra_cfg: DictConfig) -> None:
     cfg = train_config(hydra_cfg)
     run = Path(cfg.runs) / cfg.name

@@ -3,6 +3,7 @@
 The knobs of an encoding, a scaling method or a corpus are typed by its own function's signature: see `call`.
 """
 
+import functools
 import importlib
 import inspect
 import os
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from hydra._internal import utils as hydra_utils
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -193,6 +195,14 @@ def _to_object(cfg: DictConfig, kind: type) -> Any:
     missing = OmegaConf.missing_keys(cfg)
     if missing:
         raise ValueError(f"{', '.join(sorted(missing))}: must be given a value")
+    # OmegaConf lets +foo=1 through
+    for prefix, node, schema in (
+        ("", cfg, kind),
+        *((f"{f.name}.", cfg[f.name], f.type) for f in fields(kind) if f.type in (ModelConfig, OptimConfig)),
+    ):
+        known = [f.name for f in fields(schema)]
+        if unknown := [k for k in node if k not in known]:
+            raise ValueError(f"{prefix}{unknown[0]}={node[unknown[0]]}: no such setting; there are {', '.join(known)}")
     obj = OmegaConf.to_object(cfg)
     if not isinstance(obj, kind):
         raise ValueError(f"the settings are not those of {kind.__name__}: keep its schema first in the defaults list")
@@ -276,21 +286,34 @@ def _is(value: Any, hint: Any) -> bool:
 
 def one_line(e: BaseException) -> str:
     """Hydra's and OmegaConf's messages span lines; their first lines say it all."""
-    text = re.sub(r"\n\s*(full_key|object_type|reference_type)[^\n]*", "", str(e))
+    text = str(e) if e.__cause__ is None or not isinstance(e, HydraException) else f"{e}: {e.__cause__}"
+    text = re.sub(r"\n\s*(full_key|object_type|reference_type)[^\n]*", "", text)
     text = re.sub(r"\n\s*Set the environment variable HYDRA_FULL_ERROR[^\n]*", "", text)
     text = re.sub(r"\nSee https?://[^\n]*", "", text)
     return re.sub(r"\s+", " ", text.replace("\n\t", ", ").replace(":, ", ": ")).strip()
 
 
+USERS_MISTAKES = (ValueError, OSError, HydraException, OmegaConfBaseException)
+
+
+def one_line_errors(function: Callable) -> Callable:
+    """A user's mistake inside function becomes one clear line and exit code 1. HYDRA_FULL_ERROR=1 shows all."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except USERS_MISTAKES as e:
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                raise
+            sys.exit(f"error: {one_line(e)}")
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+    return wrapped
+
+
 def entry(main: Callable[[], None]) -> None:
-    """Run a Hydra main so that a user's mistake is one clear line and exit code 1. HYDRA_FULL_ERROR=1 shows all."""
-    debug = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints the error itself, in many lines
-    try:
-        main()
-    except (ValueError, OSError, HydraException, OmegaConfBaseException) as e:
-        if debug:
-            raise
-        sys.exit(f"error: {one_line(e)}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    """Run a Hydra main; the mistakes that Hydra itself finds become one line, too."""
+    hydra_utils.run_and_report = one_line_errors(lambda function: function())  # it would print many lines
+    main()

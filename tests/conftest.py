@@ -1,5 +1,6 @@
 """Shared by all tests: settings composed as the command line does, and commands run as a user runs them."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -60,13 +61,13 @@ def run_train(*overrides: str) -> None:
     """train.py in this process."""
     import train
 
-    train.main(composed("train", "exp=smoke", *overrides))
+    inspect.unwrap(train.main)(composed("train", "exp=smoke", *overrides))
 
 
 def run_eval(*overrides: str) -> None:
     import eval
 
-    eval.main(composed("eval", *overrides))
+    inspect.unwrap(eval.main)(composed("eval", *overrides))
 
 
 def command(script: str, *args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess:

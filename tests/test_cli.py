@@ -143,7 +143,8 @@ def test_the_readmes_commands_run_in_order_at_smoke_size(here):
     for line in found:
         script, *args = [a.strip("'") for a in line.removeprefix("python ").split()]
         if script == "train.py":
-            args += ["exp=smoke", "steps=3", "data.vocab_size=400"]
+            pos = next(a.removeprefix("pos=") for a in args if a.startswith("pos="))
+            args += ["exp=smoke", "steps=3", f"name={pos}"]
         if script == "eval.py":
             args = [re.sub(r"ctx=\d+", "ctx=128", a) for a in args] + ["documents=3"]
         done = command(script, *args, cwd=here)

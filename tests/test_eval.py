@@ -198,8 +198,8 @@ def test_alibi_and_window_controls_at_long_contexts_stay_finite(runs):
 
 def test_compare_lays_runs_over_each_other(runs, capsys, monkeypatch):
     for run, scaling in (("rope", "ntk"), ("alibi", "none")):
-        run_eval(f"run={run}", "ctx=512", f"scaling={scaling}", "documents=5")
-    run_eval("run=rope", "ctx=128", "scaling=ntk", "documents=5")
+        run_eval(f"run={run}", "ctx=512", f"scaling={scaling}", "documents=7")
+    run_eval("run=rope", "ctx=128", "scaling=ntk", "documents=5", "score=32")
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["compare.py", "rope", "alibi"])
     compare.main()
