@@ -17,6 +17,7 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter
 
 from model.checkpoint import write_atomically
+from report import gain
 
 Curve = list[dict]  # one row for each length, as eval.py writes them
 OKABE_ITO = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8C564B"]
@@ -29,28 +30,6 @@ def read(path: Path) -> Curve:
         return [{**row, "age": path.stat().st_mtime} for row in rows]
     except (OSError, ValueError):
         raise ValueError(f"{path}: not a curve that eval.py wrote: delete it and measure again") from None
-
-
-def bootstrap(per_document: np.ndarray, n_tokens: int, draws: int = 4000) -> tuple[float, float]:
-    """95 % interval of sum / n_tokens over resampled documents, from each document's sum [documents].
-
-    The draws are the same at every call: the interval of a difference of curves is the paired one.
-    """
-    n = len(per_document)
-    picks = np.random.default_rng(0).integers(n, size=(draws, n))
-    low, high = np.percentile(per_document[picks].sum(axis=1) / n_tokens, [2.5, 97.5])
-    return float(low), float(high)
-
-
-def difference(a: dict, b: dict) -> tuple[float, float, float]:
-    """(mean, low, high) of loss a - loss b in nats per token, for two rows on the same targets."""
-    delta = np.array(a["nll"]) - np.array(b["nll"])
-    return float(delta.sum() / a["tokens"]), *bootstrap(delta, a["tokens"])
-
-
-def gain(row: dict, window: dict) -> tuple[float, float, float]:
-    """(mean, low, high) in nats per token: what this row saves over the window control at the same n."""
-    return difference(window, row)
 
 
 def select(curves: list[Curve], targets: str) -> list[Curve]:
@@ -100,9 +79,12 @@ def draw(curves: list[Curve], path: Path, title: str, only: list[str] | None = N
         text = "no scaling" if text == "none" and not by_run else text
         several = len({c[0]["label"] for c in curves}) > 1
         ends.append((bits[-1], (f"{first['run']}, {text}" if several else first["run"]) if by_run else text, color))
-    for L in sorted({c[0]["train_ctx"] for c in curves}):
+    marks = {c[0]["train_ctx"]: "trained at" for c in curves}
+    reached = {c[0].get("extended_ctx", c[0]["train_ctx"]) for c in curves}
+    marks |= {n: "extended to" for n in reached if n not in marks}
+    for L, what in sorted(marks.items()):
         ax.axvline(L, color="#999999", linewidth=1)
-        ax.annotate(f"trained at {L}", (L, 1), xycoords=("data", "axes fraction"), xytext=(4, -12),
+        ax.annotate(f"{what} {L}", (L, 1), xycoords=("data", "axes fraction"), xytext=(4, -12),
                     textcoords="offset points", color="#666666", fontsize=9)  # fmt: skip
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
@@ -138,10 +120,26 @@ def draw(curves: list[Curve], path: Path, title: str, only: list[str] | None = N
     plt.close(fig)
 
 
+def print_gains(shown: list[Curve], chosen: list[Curve], ns: list[int]) -> None:
+    """Each curve's gain over its run's window control past L, with its interval; the best at the shortest n first."""
+    controls = {c[0]["run"]: {row["n"]: row for row in c} for c in chosen if c[0]["label"] == "window"}
+    lines = []
+    for c in shown:
+        control = controls.get(c[0]["run"], {})
+        gains = {row["n"]: gain(row, control[row["n"]]) for row in c if row["n"] in control}
+        cells = [f"{gains[n][0]:+.3f} [{gains[n][1]:+.3f}, {gains[n][2]:+.3f}]" if n in gains else "" for n in ns]
+        lines.append((-gains[ns[0]][0] if ns and ns[0] in gains else 0, f"{c[0]['run']}  {c[0]['label']}", cells))
+    wide = max(len(name) for _, name, _ in lines) + 2
+    print("gain over the window control, nats/token [95 %]\n" + " " * wide + "".join(f"{n:>26}" for n in ns))
+    for _, name, cells in sorted(lines):
+        print(f"{name:<{wide}}" + "".join(f"{cell:>26}" for cell in cells))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", nargs="*", help="names of runs; all of them if none is named")
     parser.add_argument("--only", help="labels to keep, such as none,window; all of them otherwise")
+    parser.add_argument("--gain", action="store_true", help="also each curve's gain over its window control")
     parser.add_argument("--runs", default="runs", help="the folder of runs")
     parser.add_argument("--out", default="compare.png", help="the figure, in the folder of runs unless it has a /")
     args = parser.parse_args()
@@ -173,6 +171,8 @@ def main() -> None:
         by_n = {row["n"]: f"{row['bits_per_byte']:.3f}" for row in c}
         name = f"{c[0]['run']}  {c[0]['label']}"
         print(f"{name:<{wide}}{c[0]['train_ctx']:>6}" + "".join(f"{by_n.get(n, ''):>8}" for n in ns))
+    if args.gain:
+        print_gains([c for c in chosen if c[0]["label"] in only], chosen, [n for n in ns if n > first["train_ctx"]])
     if left := len(curves) - counts[targets]:
         print(f"left out: {left} curves on other targets (another ctx, score or corpus), which do not compare")
     out = Path(args.out) if "/" in args.out else Path(args.runs) / args.out

@@ -12,37 +12,32 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
 from tqdm import tqdm
 
 import compare
-from conf.schema import ROOT, EvalConfig, TrainConfig, entry, eval_config, one_line_errors
+import report
+from conf.schema import EvalConfig, TrainConfig, entry, eval_config, one_line_errors, usual
 from data import tokens
-from model import checkpoint, gpt, runtime, scaling
-from model.scaling import Scaled, Unfit
+from model import checkpoint, gpt, protocols, runtime, scaling
+from model.scaling import Unfit
+from studies import spectrum
 
-FORMAT = 1  # of the curves; raise it when their meaning changes
+FORMAT = 2  # of the curves; raise it when their meaning changes
 TOKENS_AT_ONCE = 8192  # in one forward pass
 
 
-def lengths(ctx: int | list[int], score: int, train_ctx: int) -> list[int]:
-    """score, 2 score, 4 score, ... below ctx, with the trained context and ctx itself; a list is taken as it is."""
+def lengths(ctx: int | list[int], score: int, marks: tuple[int, ...]) -> list[int]:
+    """score, 2 score, 4 score, ... below ctx, with ctx and the trained contexts; a list is taken as it is."""
     if isinstance(ctx, list):
         return sorted(set(ctx))
     doubling = {score * 2**k for k in range(ctx.bit_length()) if score * 2**k < ctx}
-    return sorted(doubling | {ctx} | ({train_ctx} if score <= train_ctx < ctx else set()))
-
-
-def nll(model: Any, targets: Tensor, n: int, scaled: Scaled, score: int) -> Tensor:
-    """Nats that the last `score` tokens of targets [B, ctx + 1] cost, given the last n tokens: [B, score]."""
-    windows = targets[:, -n - 1 :]
-    return model.losses(windows[:, :-1], windows[:, -score:], scaled=scaled)
+    return sorted(doubling | {ctx} | {m for m in marks if score <= m < ctx})
 
 
 def fits(cfg: EvalConfig, run: TrainConfig, ctx: int) -> None:
@@ -53,7 +48,7 @@ def fits(cfg: EvalConfig, run: TrainConfig, ctx: int) -> None:
             f"pos={run.pos['kind']} has {encoding.max_positions} positions and cannot be read at ctx={ctx} "
             f"(ctx={encoding.max_positions} can; or train with pos.max_positions={ctx})"
         )
-    scaling.resolve(cfg.scaling, gpt.trained(run, encoding), ctx, ctx)
+    scaling.resolve(cfg.scaling, gpt.trained(run, encoding), ctx, ctx, [usual("scaling", k) for k in cfg.plus])
 
 
 def choose(cfg: EvalConfig, ctx: int) -> tuple[str, str]:
@@ -81,14 +76,9 @@ def choose(cfg: EvalConfig, ctx: int) -> tuple[str, str]:
     raise ValueError(f"no trained run{with_exp} in {cfg.runs}/: first: python train.py pos=rope{with_exp[5:]}")
 
 
-def usual(name: str) -> dict:
-    """The settings that conf/scaling/NAME.yaml gives."""
-    return OmegaConf.to_object(OmegaConf.load(ROOT / "conf" / "scaling" / f"{name}.yaml"))
-
-
 def label(name: str, knobs: dict) -> str:
     """The scaling's name and whatever differs from its yaml: `yarn beta_fast=4.0`."""
-    return " ".join([name, *(f"{k}={v}" for k, v in knobs.items() if usual(name).get(k) != v)])
+    return " ".join([name, *(f"{k}={v}" for k, v in knobs.items() if usual("scaling", name).get(k) != v)])
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="eval")
@@ -104,71 +94,108 @@ def main(hydra_cfg: DictConfig) -> None:
     corpus = tokens.prepare(train.data, cfg.cache)
     if corpus.key != state["corpus"]:
         raise ValueError(f"{run}: its corpus has changed since it was trained, so nothing is held out: train again")
-    names, targets = tokens.matched_targets(corpus, ctx, cfg.documents)
+    names, text = tokens.long_documents(corpus, ctx, cfg.documents, start=cfg.protocol == "prefix")
     model = gpt.build(train, corpus.vocab_size).to(device).eval()
     model.load_state_dict(state["model"])
-    trained, L = gpt.trained(train, model.pos), train.ctx
-    ns = lengths(cfg.ctx, cfg.score, L)
+    trained, own = gpt.trained(train, model.pos), gpt.own_scaling(train, model.pos)
+    L, reach = trained.train_ctx, trained.reach
+    ns = lengths(cfg.ctx, cfg.score, (L // 2, L, reach))
 
-    scored = targets[:, -cfg.score :].contiguous()
-    target_key = hashlib.sha256(" ".join(names).encode() + scored.numpy().tobytes()).hexdigest()[:12]
-    n_tokens, n_bytes = scored.numel(), int(corpus.token_bytes[scored.numpy()].sum())
+    # Targets that were chosen alike are comparable, across runs too: the key of a target set is in every row
+    score = protocols.protocol(cfg.protocol, cfg.score, cfg.stride)
+    how = cfg.protocol + {"matched": "", "sliding": f" stride={cfg.stride}", "prefix": ""}[cfg.protocol]
+    scored = protocols.targets(score, text, ctx).numpy()
+    target_key = hashlib.sha256(f"{how} {names}".encode() + scored.tobytes()).hexdigest()[:12]
     done = "" if state["step"] == train.steps else f" of {train.steps}, unfinished"
-    print(f"run: {name} ({why}): pos={train.pos['kind']}, trained at ctx {L}, step {state['step']}{done}")
-    print(f"targets: the last {cfg.score} tokens of {len(names)} held-out documents, {n_bytes:,} bytes")
+    print(f"run: {name} ({why}): pos={train.pos['kind']}, trained at ctx {train.ctx}, step {state['step']}{done}")
+    if train.init:
+        print(f"  pre-trained at ctx {L} ({train.pretrained['run']}), extended to {reach} by scaling="
+              f"{train.scaling['kind']}: none is as fine-tuned, the window control {reach} wide")  # fmt: skip
+    plus = [usual("scaling", k) for k in cfg.plus]
+    for line in (spectrum.card(trained), *(spectrum.warning(knobs, trained) for knobs in (cfg.scaling, *plus))):
+        print(line, end="\n" if line else "")
+    what = {
+        "matched": f"the last {cfg.score} tokens",
+        "sliding": f"the last {ctx} tokens, by windows of n that move by {cfg.stride} (n at most),",
+        "prefix": "the first n tokens (other targets at every n)",
+    }[cfg.protocol]
+    print(f"targets: {what} of {len(names)} held-out documents, {int(corpus.token_bytes[scored].sum()):,} bytes")
     if len(names) < 24:
         print(f"note: only {len(names)} held-out documents are longer than {ctx} tokens, so the intervals are wide")
 
     # What is measured: no scaling, the control, and the scaling asked for, each under what identifies its curve
     dtype = "bfloat16" if runtime.uses_bfloat16(device, cfg.dtype) else "float32"
-    digest = hashlib.sha256((run / "ckpt.pt").read_bytes()).hexdigest()
-    chosen = HydraConfig.get().runtime.choices["scaling"]
-    asked, specs = label(chosen, cfg.scaling), {}
-    for choice, knobs in (("none", usual("none")), ("window", usual("window")), (chosen, cfg.scaling)):
-        identity = json.dumps([FORMAT, digest, target_key, ns, cfg.score, dtype, knobs], sort_keys=True)
-        curve, key = label(choice, knobs), hashlib.sha256(identity.encode()).hexdigest()[:8]
+    digest, chosen = checkpoint.digest(run), HydraConfig.get().runtime.choices["scaling"]
+    asked, specs = " + ".join([label(chosen, cfg.scaling), *cfg.plus]), {}
+    methods = {"none": [usual("scaling", "none")], "window": [usual("scaling", "window")], asked: [cfg.scaling, *plus]}
+    for curve, knobs in methods.items():
+        identity = json.dumps([FORMAT, digest, target_key, ns, dtype, knobs], sort_keys=True)
+        key = hashlib.sha256(identity.encode()).hexdigest()[:8]
         specs[curve] = (knobs, run / "eval" / f"{curve.replace(' ', '-')}-ctx{ctx}-{key}.jsonl")
+    todo = [k for k, (_, file) in specs.items() if cfg.fresh or not file.exists()]
+    total = len(todo) * sum(protocols.cost(score, text, n) for n in ns) + cfg.positions * len(specs) * len(text) * ctx
+    total += len(text) * L
+    bar = tqdm(total=total, unit="tok", unit_scale=True, dynamic_ncols=True,
+               mininterval=0.5 if sys.stderr.isatty() else 15, disable=not (todo or cfg.positions))  # fmt: skip
+
+    def measure(protocol: protocols.Protocol, n: int, scaled: scaling.Scaled) -> Tensor:
+        """What the protocol scores, nats [documents, scored], a few documents at a time."""
+
+        def losses(tokens: Tensor, targets: Tensor) -> Tensor:
+            with runtime.autocast(device, cfg.dtype):
+                nats = model.losses(tokens.to(device), targets.to(device), scaled=scaled).double().cpu()
+            bar.update(tokens.numel())
+            if stop:
+                bar.close()
+                print(f"stopped; the curves that were finished are kept in {run / 'eval'}")
+                sys.exit(stop.exit_code)
+            return nats
+
+        return torch.cat([protocol(losses, part, n) for part in text.split(max(1, TOKENS_AT_ONCE // n))])
 
     curves: dict[str, list[dict]] = {}
-    todo = [k for k, (_, file) in specs.items() if cfg.fresh or not file.exists()]
+    positions: dict[str, list[dict]] = {}
     with runtime.Stop() as stop, torch.inference_mode():
-        bar = tqdm(total=len(todo) * len(names) * sum(ns), unit="tok", unit_scale=True, dynamic_ncols=True,
-                   mininterval=0.5 if sys.stderr.isatty() else 15, disable=not todo)  # fmt: skip
         for curve, (knobs, file) in specs.items():
+            if cfg.positions:
+                bar.set_postfix_str(f"{curve}, by position", refresh=False)
+                scaled = scaling.on_top(own, scaling.resolve(knobs[0], trained, ctx, ctx, knobs[1:]))
+                positions[curve] = report.position_rows(measure(protocols.prefix, ctx, scaled))
             if curve not in todo:
                 curves[curve] = compare.read(file)
                 continue
             rows = []
             for n in ns:
                 began = time.monotonic()
-                scaled = scaling.resolve(knobs, trained, n, ctx)
-                sums = []
-                for part in targets.split(max(1, TOKENS_AT_ONCE // n)):
-                    bar.set_postfix_str(f"{curve}, n={n}", refresh=False)
-                    with runtime.autocast(device, cfg.dtype):
-                        sums.append(nll(model, part.to(device), n, scaled, cfg.score).double().sum(dim=1).cpu())
-                    bar.update(len(part) * n)
-                    if stop:
-                        bar.close()
-                        print(f"stopped; the curves that were finished are kept in {run / 'eval'}")
-                        sys.exit(stop.exit_code)
-                per_document = torch.cat(sums).numpy()
+                bar.set_postfix_str(f"{curve}, n={n}", refresh=False)
+                scaled = scaling.on_top(own, scaling.resolve(knobs[0], trained, n, ctx, knobs[1:]))
+                per_document = measure(score, n, scaled).sum(dim=1).numpy()
+                scored = protocols.targets(score, text, n).numpy()
+                n_tokens, n_bytes = scored.size, int(corpus.token_bytes[scored].sum())
                 loss = per_document.sum() / n_tokens
-                low, high = compare.bootstrap(per_document, n_tokens)
+                low, high = report.bootstrap(per_document, n_tokens)
                 rows.append({
-                    "run": name, "pos": train.pos["kind"], "train_ctx": L, "step": state["step"], "seed": train.seed,
-                    "label": curve, "scaling": knobs, "n": n, "factor": scaled.factor, "window": scaled.window,
-                    "attention_factor": scaled.attention_factor, "loss": loss, "low": low, "high": high,
-                    "ppl": math.exp(min(loss, 700)), "bits_per_byte": loss * n_tokens / math.log(2) / n_bytes,
-                    "tokens": n_tokens, "bytes": n_bytes, "documents": len(names), "score": cfg.score, "ctx": ctx,
-                    "targets": target_key, "weights": digest[:12], "dtype": dtype, "device": device.type,
+                    "run": name, "pos": train.pos["kind"], "train_ctx": L, "extended_ctx": reach,
+                    "step": state["step"], "seed": train.seed, "label": curve, "scaling": knobs, "n": n,
+                    "factor": scaled.factor, "window": scaled.window, "attention_factor": scaled.attention_factor,
+                    "loss": loss, "low": low, "high": high, "ppl": math.exp(min(loss, 700)),
+                    "bits_per_byte": loss * n_tokens / math.log(2) / n_bytes, "tokens": n_tokens, "bytes": n_bytes,
+                    "documents": len(names), "ctx": ctx, "protocol": how, "score": cfg.score, "targets": target_key,
+                    "weights": digest[:12], "dtype": dtype, "device": device.type,
                     "seconds": round(time.monotonic() - began, 2), "nll": per_document.round(4).tolist(),
                 })  # fmt: skip
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            checkpoint.write_atomically(file, lambda f, text=text: f.write(text.encode()))
+            write_rows(file, rows)
             curves[curve] = rows
-        bar.close()
-    report(curves, asked, L)
+        copied = measure(protocols.copied, L, own) if L >= 4 else None
+    bar.close()
+    report.table(curves, asked, L, reach)
+    if cfg.protocol == "matched" and copied is not None:
+        print(report.headroom(curves["none"], copied, L))
+    if positions:
+        report.position_table(positions, L)
+        key = hashlib.sha256(f"{digest} {target_key} {dtype} {methods}".encode()).hexdigest()[:8]
+        rows = [{"run": name, "ctx": ctx, "label": k, **row} for k, curve in positions.items() for row in curve]
+        write_rows(run / "eval" / "positions" / f"{asked.replace(' ', '-')}-ctx{ctx}-{key}.jsonl", rows)
     window = {row["n"]: row for row in curves["window"]}
     for curve in todo:
         about = {"run": name, "label": curve, "scaling": specs[curve][0], "train": asdict(train)}
@@ -176,52 +203,20 @@ def main(hydra_cfg: DictConfig) -> None:
             for row in curves[curve]:
                 keys = ("loss", "ppl", "bits_per_byte", "factor")
                 point = {f"eval/{k}": row[k] for k in keys} | {
-                    "eval/gain_over_window": compare.gain(row, window[row["n"]])[0]
+                    "eval/gain_over_window": report.gain(row, window[row["n"]])[0]
                 }
                 log.log({"eval/ctx": row["n"], **point})
 
-    picture = run / "eval" / f"ctx{ctx}.png"
+    kind = "" if cfg.protocol == "matched" else f"-{cfg.protocol}"
+    picture = run / "eval" / f"ctx{ctx}{kind}.png"
     drawn = compare.select([compare.read(f) for f in (run / "eval").glob("*.jsonl")], target_key)
     compare.draw(drawn, picture, f"{name}: pos={train.pos['kind']}, trained at {L} tokens")
     print(f"\nrows: {run / 'eval'}/*.jsonl   picture: {picture}   with other runs: python compare.py")
 
 
-def report(curves: dict[str, list[dict]], asked: str, L: int) -> None:
-    """The table and the headline numbers of the scaling that was asked for."""
-    none, window, own = (curves[k] for k in ("none", "window", asked))
-    shown = {"none": none, "window": window, asked: own}
-    print(
-        f"\n{'':13}"
-        + "".join(f"{k[:16]:>17}" for k in shown)
-        + f"{asked[:16] + ', 95 %':>23}{'gain over window, 95 %':>27}"
-    )
-    print(
-        f"{'n':>7}{'n/L':>6}" + f"{'ppl  bits/byte':>17}" * len(shown) + f"{'factor':>8}{'ppl':>15}{'nats/token':>27}"
-    )
-    for i, row in enumerate(own):
-        cells = "".join(f"{c[i]['ppl']:>10.2f}{c[i]['bits_per_byte']:>7.3f}" for c in shown.values())
-        mean, low, high = compare.gain(row, window[i])
-        interval = f"{math.exp(row['low']):.1f} .. {math.exp(row['high']):.1f}"
-        print(
-            f"{row['n']:>7}{row['n'] / L:>6.3g}{cells}{row['factor']:>8.3g}{interval:>15}"
-            f"{mean:>+9.3f} [{low:+.3f}, {high:+.3f}]"
-        )
-    last = own[-1]
-    mean, low, high = compare.gain(last, window[-1])
-    if last["n"] > L and asked != "window":
-        verdict = "better than" if low > 0 else "worse than" if high < 0 else "no different from"
-        print(
-            f"\ngain over the window control at n={last['n']} ({last['n'] / L:g}x): {mean:+.3f} nats/token "
-            f"[{low:+.3f}, {high:+.3f}]: {verdict} seeing only {window[-1]['window']} tokens at a time"
-        )
-    inside = [i for i, row in enumerate(own) if row["n"] <= L]
-    if inside and asked not in ("none", "window"):
-        i = inside[-1]
-        tax, low, high = compare.difference(own[i], none[i])
-        price = (
-            f"{tax:+.3f} nats/token [{low:+.3f}, {high:+.3f}]" if own[i]["factor"] > 1 else "0, the factor is 1 there"
-        )
-        print(f"tax inside the trained context (n={own[i]['n']}, factor {own[i]['factor']:g}): {price}")
+def write_rows(file: Path, rows: list[dict]) -> None:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    checkpoint.write_atomically(file, lambda f: f.write(text.encode()))
 
 
 if __name__ == "__main__":

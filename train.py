@@ -4,6 +4,7 @@ The same command again goes on where it stopped. `python train.py --help` lists 
 """
 
 import math
+import re
 import sys
 import time
 from dataclasses import asdict
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import hydra
 import torch
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from conf.schema import OptimConfig, differences, entry, one_line_errors, train_config
+from conf.schema import OptimConfig, TrainConfig, differences, entry, one_line_errors, train_config
 from data import tokens
-from model import checkpoint, gpt, runtime
+from model import checkpoint, gpt, positions, runtime
+from studies import spectrum
 
 COMPILE_AT = 10  # the first steps run uncompiled, so that a mistake shows at once and not after the compiler
 
@@ -38,13 +41,37 @@ def make_optimizer(model: gpt.GPT, o: OptimConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=True)
 
 
+def inherit(cfg: TrainConfig) -> dict:
+    """For init=RUN: give cfg that run's model, encoding and data, and note where it starts from. Returns its state."""
+    overrides = [o.lstrip("+~") for o in HydraConfig.get().overrides.task]
+    for key in ("model", "pos", "data", "attention"):
+        if given := [o for o in overrides if re.match(rf"{key}[.=]", o)]:
+            raise ValueError(f"init={cfg.init}: {given[0]} cannot be chosen, it comes from that run")
+    parent = Path(cfg.runs) / cfg.init
+    if parent == Path(cfg.runs) / cfg.name:
+        raise ValueError(f"init={cfg.init}: the new run needs a name of its own: name=NEW")
+    if not (parent / "ckpt.pt").exists():
+        known = ", ".join(name for name, _ in checkpoint.find(cfg.runs)) or "none yet: python train.py pos=rope"
+        raise ValueError(f"init={cfg.init}: no trained run of that name in {cfg.runs}/; there are {known}")
+    state = checkpoint.load(parent)
+    was: TrainConfig = state["cfg"]
+    cfg.model, cfg.pos, cfg.data, cfg.attention = was.model, was.pos, was.data, was.attention
+    pretrained = was.pretrained or {"ctx": was.ctx, "tokens": state["step"] * was.batch_tokens}
+    cfg.pretrained = {**pretrained, "run": cfg.init, "weights": checkpoint.digest(parent)}
+    return state
+
+
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 @one_line_errors
 def main(hydra_cfg: DictConfig) -> None:
     cfg = train_config(hydra_cfg)
     run = Path(cfg.runs) / cfg.name
+    parent = inherit(cfg) if cfg.init else None
     device, autocast = runtime.pick_device(cfg.device), lambda: runtime.autocast(device, cfg.dtype)
     encoding = gpt.build_encoding(cfg)  # its mistakes show before any work is done
+    scaled = gpt.own_scaling(cfg, encoding)
+    if cfg.positions != "ordered" and cfg.longest > (encoding.max_positions or cfg.longest):
+        raise ValueError(f"longest={cfg.longest}: pos={cfg.pos['kind']} has {encoding.max_positions} positions")
 
     # What there is already: nothing, a part, or all of it
     state = None
@@ -59,9 +86,11 @@ def main(hydra_cfg: DictConfig) -> None:
             return
 
     corpus = tokens.prepare(cfg.data, cfg.cache)
-    if state and state["corpus"] != corpus.key:
+    if any(s["corpus"] != corpus.key for s in (state, parent) if s):
         raise ValueError(f"{run}: the corpus has changed since this run began: choose name=NEW or fresh=true")
     model = gpt.build(cfg, corpus.vocab_size).to(device)
+    if parent:
+        model.load_state_dict(parent["model"])
     optimizer = make_optimizer(model, cfg.optim)
     start, seconds = 0, 0.0
     if state:
@@ -92,7 +121,7 @@ def main(hydra_cfg: DictConfig) -> None:
             for w in held_out.split(max(1, cfg.micro_tokens // cfg.ctx)):
                 w = w.to(device)
                 with autocast():
-                    nats += model.losses(w[:, :-1], w[:, 1:]).sum().item()
+                    nats += model.losses(w[:, :-1], w[:, 1:], scaled=scaled).sum().item()
         loss, n_bytes = nats / held_out[:, 1:].numel(), token_bytes[held_out[:, 1:]].sum().item()
         return {"loss": loss, "ppl": math.exp(min(loss, 700)), "bits_per_byte": nats / math.log(2) / n_bytes}
 
@@ -101,6 +130,16 @@ def main(hydra_cfg: DictConfig) -> None:
         f"vocabulary {corpus.vocab_size}, {cfg.steps} steps of {cfg.batch_tokens} tokens on {device.type}"
         f"{f', going on from step {start}' if start else ''}"
     )
+    trained = gpt.trained(cfg, encoding)
+    for line in (spectrum.card(trained), spectrum.warning(cfg.scaling, trained)):
+        print(line, end="\n" if line else "")
+    if cfg.init:
+        before = cfg.pretrained
+        print(
+            f"from {cfg.runs}/{cfg.init}: pre-trained at ctx {before['ctx']} on {before['tokens']:,} tokens; "
+            f"this run: ctx {cfg.ctx}, scaling={cfg.scaling['kind']} (factor {scaled.factor:g}), "
+            f"{share(cfg)}"
+        )
     bar = tqdm(total=cfg.steps * cfg.batch_tokens, initial=start * cfg.batch_tokens, unit="tok", unit_scale=True,
                dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 15)  # fmt: skip
     config = {**asdict(cfg), "n_parameters": n_params, "device": device.type}
@@ -121,10 +160,12 @@ def main(hydra_cfg: DictConfig) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             windows = tokens.batch(corpus.train, step, seed=cfg.seed, size=rows, ctx=cfg.ctx)
+            drawn = positions.sample(cfg.positions, step, seed=cfg.seed, rows=rows, ctx=cfg.ctx, longest=cfg.longest)
+            drawn = [None] * parts if drawn is None else drawn.to(device).chunk(parts)
             loss = torch.zeros((), device=device)
-            for w in windows.to(device, non_blocking=True).chunk(parts):
+            for w, p in zip(windows.to(device, non_blocking=True).chunk(parts), drawn, strict=True):
                 with autocast():
-                    part = model.losses(w[:, :-1], w[:, 1:]).mean() / parts
+                    part = model.losses(w[:, :-1], w[:, 1:], p, scaled).mean() / parts
                 part.backward()
                 loss += part.detach()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip)
@@ -165,10 +206,18 @@ def main(hydra_cfg: DictConfig) -> None:
     seconds += time.monotonic() - began
     total = cfg.steps * cfg.batch_tokens
     print(f"trained {run}: {total:,} tokens in {seconds / 60:.1f} min ({total / seconds:,.0f} tokens/s)")
+    if cfg.init:
+        print(f"fine-tuning took {share(cfg)}")
     print(f"in window (ctx {cfg.ctx}), held out: {summary(validation)}")
     longest = min(8192, encoding.max_positions or 8192)
-    scaling = "none" if encoding.inv_freq is None else "ntk"
+    scaling = "none" if encoding.inv_freq is None or cfg.init else "ntk"
     print(f"next: python eval.py run={cfg.name} ctx={longest} scaling={scaling}")
+
+
+def share(cfg: TrainConfig) -> str:
+    """What fine-tuning costs: methods that look cheap in steps can be dear as a share of the pre-training."""
+    tokens, before = cfg.steps * cfg.batch_tokens, cfg.pretrained["tokens"]
+    return f"{tokens:,} tokens, {100 * tokens / before:.2g} % of the pre-training's {before:,}"
 
 
 def summary(v: dict[str, float]) -> str:

@@ -63,8 +63,15 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     pos: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
+    scaling: dict[str, Any] = field(default_factory=lambda: {"kind": "none"})
+    plus: Any = None  # names of scaling methods on top
     exp: str = ""
+    attention: str = "softmax"
+    init: str | None = None  # a trained run whose weights this one starts from
+    pretrained: dict[str, Any] = field(default_factory=dict)  # what train.py knows of it: run, weights, ctx, tokens
     ctx: int = MISSING
+    positions: str = "ordered"
+    longest: int | None = None  # with positions=random or pose: positions are drawn from 0 .. longest - 1
     batch_tokens: int = MISSING
     micro_tokens: int = MISSING
     steps: int = MISSING
@@ -90,6 +97,10 @@ RUN_CONTROL = ("name", "fresh", "save_every", "log_every", "compile", "device", 
 @dataclass
 class EvalConfig:
     scaling: dict[str, Any] = field(default_factory=dict)
+    plus: Any = None
+    protocol: str = "matched"
+    stride: int = 256
+    positions: bool = False
     ctx: Any = MISSING
     run: str | None = None
     trained_with: str | None = None
@@ -122,6 +133,12 @@ def train_config(cfg: DictConfig) -> TrainConfig:
     c.compile = c.compile.lower()  # YAML reads true and false as booleans
     check(c.compile in ("auto", "true", "false"), "compile", c.compile, "auto, true or false")
     check(c.batch_tokens % c.ctx == 0, "batch_tokens", c.batch_tokens, f"a multiple of ctx={c.ctx}")
+    check(c.attention in ("softmax", "linear"), "attention", c.attention, "softmax or linear")
+    check(c.positions in ("ordered", "random", "pose"), "positions", c.positions, "ordered, random or pose")
+    if c.positions != "ordered":
+        c.longest = c.longest or 8 * c.ctx
+        check(c.longest >= c.ctx, "longest", c.longest, f"at least ctx={c.ctx}")
+    c.plus = names(c.plus, "plus", "scaling")
     m, o = c.model, c.optim
     for key in ("n_layers", "n_heads", "width", "mlp_ratio"):
         check(getattr(m, key) >= 1, f"model.{key}", getattr(m, key), "at least 1")
@@ -158,9 +175,26 @@ def eval_config(cfg: DictConfig) -> EvalConfig:
     check(ok, "ctx", c.ctx, "a whole number, or a list of them: ctx=8192 or ctx=[256,1024]")
     check(c.score >= 1, "score", c.score, "at least 1")
     check(min(lengths) >= c.score, "ctx", c.ctx, f"at least score={c.score}, the number of tokens that are scored")
+    c.plus = names(c.plus, "plus", "scaling")
+    ok = c.protocol in ("matched", "sliding", "prefix")
+    check(ok, "protocol", c.protocol, "matched, sliding or prefix")
+    check(c.stride >= 1, "stride", c.stride, "at least 1")
     check(c.documents >= 1, "documents", c.documents, "at least 1")
     check(c.dtype in ("auto", "float32", "bfloat16"), "dtype", c.dtype, "auto, float32 or bfloat16")
     return c
+
+
+def names(value: Any, setting: str, group: str) -> list[str]:
+    """A list of names of conf/GROUP, given as nothing, one name or a list."""
+    value = [] if value in (None, "") else value if isinstance(value, list) else [value]
+    for name in value:
+        check(name in choices(group), setting, name, f"one of {', '.join(choices(group))}")
+    return value
+
+
+def usual(group: str, name: str) -> dict:
+    """The settings that conf/GROUP/NAME.yaml gives."""
+    return typing.cast(dict, OmegaConf.to_object(OmegaConf.load(ROOT / "conf" / group / f"{name}.yaml")))
 
 
 def from_dict(plain: dict) -> TrainConfig:
@@ -217,11 +251,11 @@ def _default_name(c: TrainConfig) -> str:
     groups, settings = [], []
     for override in sorted(hydra.overrides.task):
         key, _, value = override.lstrip("+~").partition("=")
-        if key in ("model", "data", "optim", "exp"):
+        if key in ("model", "data", "optim", "exp", "scaling", "attention", "positions"):
             groups.append(value)
-        elif key != "pos" and key not in RUN_CONTROL:
+        elif key not in ("pos", "init", *RUN_CONTROL):
             settings.append(key.rpartition(".")[2] + value)
-    name = "-".join([hydra.runtime.choices["pos"], *groups, *settings])
+    name = "-".join([c.init or hydra.runtime.choices["pos"], *groups, *settings])
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("_")
 
 
@@ -289,6 +323,7 @@ def one_line(e: BaseException) -> str:
     text = str(e) if e.__cause__ is None or not isinstance(e, HydraException) else f"{e}: {e.__cause__}"
     text = re.sub(r"\n\s*(full_key|object_type|reference_type)[^\n]*", "", text)
     text = re.sub(r"\n\s*Set the environment variable HYDRA_FULL_ERROR[^\n]*", "", text)
+    text = re.sub(r"\s*Config search path:.*", "", text, flags=re.S)
     text = re.sub(r"\nSee https?://[^\n]*", "", text)
     return re.sub(r"\s+", " ", text.replace("\n\t", ", ").replace(":, ", ": ")).strip()
 

@@ -177,14 +177,17 @@ def validation(corpus: Corpus, ctx: int, windows: int) -> Tensor:
     return torch.from_numpy(np.stack([cuts[i] for i in picked]).astype(np.int64))
 
 
-def matched_targets(corpus: Corpus, ctx: int, documents: int) -> tuple[list[str], Tensor]:
-    """(names, int64 [documents or fewer, ctx + 1]): the ends of the held-out documents that hold ctx + 1 tokens.
+def long_documents(corpus: Corpus, ctx: int, documents: int, start: bool = False) -> tuple[list[str], Tensor]:
+    """(names, int64 [documents or fewer, ctx + 1]): the ends, or the starts, of the held-out documents that hold
+    ctx + 1 tokens.
 
-    Scoring the last k tokens given the last n, for any n <= ctx, keeps the targets and changes the context alone.
+    Scoring the last k tokens of an end given its last n, for any n <= ctx, keeps the targets and changes the context
+    alone.
     """
     fit = [d for d in corpus.held_out if len(d.tokens) > ctx]
     if not fit:
         longest = max(len(d.tokens) for d in corpus.held_out)
         raise ValueError(f"ctx={ctx}: the longest held-out document of this corpus allows {longest - 1}")
     fit = fit[:documents]
-    return [d.name for d in fit], torch.from_numpy(np.stack([d.tokens[-ctx - 1 :] for d in fit]).astype(np.int64))
+    cuts = [d.tokens[: ctx + 1] if start else d.tokens[-ctx - 1 :] for d in fit]
+    return [d.name for d in fit], torch.from_numpy(np.stack(cuts).astype(np.int64))

@@ -23,13 +23,16 @@ def phase(inv_freq: Tensor) -> Tensor:
     return (high.to(torch.int64) << 32) + low.to(torch.int64)
 
 
-def cos_sin(phase: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of every angle, float32 [..., T, P], from phase int64 [P] and integer positions [..., T]."""
+def cos_sin(phase: Tensor, positions: Tensor, start: Tensor | int = 0) -> tuple[Tensor, Tensor]:
+    """cos and sin of every angle, float32 [..., T, P], from phase int64 [P] and integer positions [..., T].
+
+    start: a phase, int64 [P], that is added at every position.
+    """
     if positions.is_floating_point():
         raise ValueError(
             f"positions have dtype {positions.dtype}: must be int32 or int64 (bfloat16 skips integers past 256)"
         )
-    turns = (positions.to(torch.int64).unsqueeze(-1) * phase) >> 32  # in units of 2^-32 turn, within an int32
+    turns = (positions.to(torch.int64).unsqueeze(-1) * phase + start) >> 32  # in units of 2^-32 turn, within an int32
     angle = turns.to(torch.float32) * (2 * math.pi / 2**32)
     return angle.cos(), angle.sin()
 

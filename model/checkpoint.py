@@ -1,6 +1,7 @@
 """Save, load and find trained runs. A run is a folder runs/NAME with config.json and ckpt.pt."""
 
 import contextlib
+import hashlib
 import json
 import os
 import pickle
@@ -62,6 +63,11 @@ def load(run: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
         reason = str(e).splitlines()[0][:100] if str(e) else type(e).__name__
         raise ValueError(f"{path}: not a whole ropewalk checkpoint ({reason}): train again with fresh=true") from None
     return state
+
+
+def digest(run: Path) -> str:
+    """What identifies the run's weights, and changes with them."""
+    return hashlib.sha256((run / "ckpt.pt").read_bytes()).hexdigest()
 
 
 def find(runs: str) -> list[tuple[str, TrainConfig]]:

@@ -1,69 +1,124 @@
-"""A small GPT that knows a positional encoding by its four hooks only (model/pos/__init__.py).
+"""A small GPT that knows a positional encoding by its hooks only (model/pos/__init__.py).
 
 Letters: B batch, T time, S scored positions, H query heads, G key-value heads, D head width, C width, V vocabulary.
 """
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from conf.schema import ModelConfig, TrainConfig
+from conf.schema import ModelConfig, TrainConfig, usual
 from model import pos as encodings
+from model.linear_attention import linear_attention
 from model.pos import Encoding, Shape
-from model.scaling import UNSCALED, Scaled, Trained
+from model.scaling import UNSCALED, Scaled, Trained, resolve
 
 QUERY_BLOCK = 512  # queries at a time where a mask is needed, so that it never holds T x T numbers
 LOSS_BLOCK = 2**25  # logits at a time: 128 MB in float32
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, pos: Encoding, positions: Tensor, window: int | None) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, pos: Encoding, positions: Tensor, scaled: Scaled, far: tuple | None = None
+) -> Tensor:
     """Causal attention of q, k, v [B, H, T, D] -> [B, H, T, D], in memory linear in T.
 
-    Causality and the window go by place in the sequence; the encoding's bias goes by position.
+    far: q and k for pairs at a distance of scaled.clip and more. Causality, window and clip go by place in the
+    sequence; the encoding's bias goes by position.
     """
-    T = q.shape[2]
-    if window is not None and window >= T:
-        window = None
+    T, D = q.shape[2:]
+    window = scaled.window if scaled.window is not None and scaled.window < T else None
     # SDPA's backward on a CPU costs more than writing the products out, while T x T is small: over forward and
     # backward, 24 ms against 31 at 16 x 4 heads, T=256, D=64 in bfloat16 on two cores, and 11 against 38 at T=128.
     written_out = q.device.type == "cpu" and torch.is_grad_enabled() and T <= QUERY_BLOCK
+    if window is None and far is None and not written_out:
+        key_bias = pos.key_bias(positions)
+        if key_bias is not None:
+            return attend_with_key_bias(q, k, v, key_bias)
     outputs = []
     for start in range(0, T, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, T)
         first = 0 if window is None else max(0, start - window + 1)
-        bias = pos.bias(positions[..., start:stop], positions[..., first:stop])
-        if bias is None and window is None and not written_out:
+        sinks = min(scaled.sinks, first) if window is not None else 0
+        near = slice(first, stop)
+        bias = pos.bias(positions[..., start:stop], keys(positions, sinks, near, -1))
+        if bias is None and window is None and far is None and not written_out:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        distance = torch.arange(start, stop, device=q.device)[:, None] - torch.arange(first, stop, device=q.device)
-        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        place = torch.arange(T, device=q.device)
+        distance = place[start:stop, None] - keys(place, sinks, near, 0)
+        hidden = distance < 0
+        if window is not None:
+            hidden |= (distance >= window) & (keys(place, sinks, near, 0) >= scaled.sinks)
         mask = q.new_zeros(hidden.shape) if bias is None else bias.to(q.dtype)
         mask = mask.masked_fill(hidden, -math.inf)
         mask = mask if mask.dim() == 4 else mask.expand(1, q.shape[1], -1, -1)
-        if written_out:
-            return (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + mask).softmax(-1) @ v
-        keys, values = k[:, :, first:stop], v[:, :, first:stop]
-        outputs.append(F.scaled_dot_product_attention(q[:, :, start:stop], keys, values, attn_mask=mask))
+        if written_out and far is None:
+            return (q @ k.transpose(-1, -2) * D**-0.5 + mask).softmax(-1) @ v
+        rows, k_, v_ = q[:, :, start:stop], keys(k, sinks, near, 2), keys(v, sinks, near, 2)
+        if far is None:
+            outputs.append(F.scaled_dot_product_attention(rows, k_, v_, attn_mask=mask))
+            continue
+        with torch.autocast(q.device.type, enabled=False):  # scores in at least float32, as SDPA has them
+            wide = torch.promote_types(q.dtype, torch.float32)
+            scores = rows.to(wide) @ k_.to(wide).transpose(-1, -2)
+            clipped = far[0][:, :, start:stop].to(wide) @ keys(far[1], sinks, near, 2).to(wide).transpose(-1, -2)
+            scores = torch.where(distance < scaled.clip, scores, clipped) * D**-0.5 + mask
+            outputs.append(scores.softmax(-1).to(v.dtype) @ v_)
     return torch.cat(outputs, dim=2)
 
 
+def keys(x: Tensor, sinks: int, near: slice, dim: int) -> Tensor:
+    """The first `sinks` and those in `near` along dim."""
+    local = x.narrow(dim, near.start, near.stop - near.start)
+    return torch.cat((x.narrow(dim, 0, sinks), local), dim) if sinks else local
+
+
+def attend_with_key_bias(q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor) -> Tensor:
+    """Causal attention with a bias that depends on the key alone, float32 [H, T] or [B, H, T], and no mask.
+
+    q k^T + b is one product of wider heads: b goes beside k, against ones beside q. In bfloat16 b takes three columns,
+    whose sum holds float32's 24 bits. The width stays a multiple of 8, which fused kernels want.
+    """
+    B, H, T, D = q.shape
+    columns, rest = [], key_bias.expand(B, H, T)
+    for _ in range(3):
+        columns.append(rest.to(q.dtype))
+        rest = rest - columns[-1].to(rest.dtype)
+    one, pad = q.new_ones(B, H, T, 3), q.new_zeros(B, H, T, 5)
+    q = torch.cat((q * D**-0.5, one, pad), dim=-1)
+    k = torch.cat((k, torch.stack(columns, dim=-1), pad), dim=-1)
+    v = torch.cat((v, q.new_zeros(B, H, T, 8)), dim=-1)  # one width for all, or the fused kernel does not apply
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)[..., :D]
+
+
 class Attention(nn.Module):
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, cfg: ModelConfig, linear: bool):
         super().__init__()
-        self.H, self.G, self.D = cfg.n_heads, cfg.kv_heads, cfg.head_dim
+        self.H, self.G, self.D, self.linear = cfg.n_heads, cfg.kv_heads, cfg.head_dim, linear
         self.qkv = nn.Linear(cfg.width, (self.H + 2 * self.G) * self.D, bias=False)
         self.out = nn.Linear(self.H * self.D, cfg.width, bias=False)
 
-    def forward(self, x: Tensor, pos: Encoding, positions: Tensor, prepared, window: int | None) -> Tensor:
+    def forward(self, x: Tensor, pos: Encoding, positions: Tensor, prepared: Any, scaled: Scaled) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, self.D)).split((self.H, self.G, self.G), dim=2)  # [B, T, ., D]
+        if self.linear:
+            y = linear_attention(q, k, v, lambda q, k: pos.rotate(q, k, prepared), scaled.window)
+            return self.out(y.flatten(2))
+        if scaled.logn is not None:
+            sharper = ((positions + 1).clamp(min=1).log() / math.log(scaled.logn)).clamp(min=1)
+            q = q * sharper[..., None, None].to(q.dtype)
+        far = pos.rotate_far(q, k, prepared)
         q, k = pos.rotate(q, k, prepared)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if self.G != self.H:  # each key-value head serves H / G query heads
-            k, v = (t.repeat_interleave(self.H // self.G, dim=1) for t in (k, v))
-        y = attend(q, k, v, pos, positions, window)
-        return self.out(y.transpose(1, 2).flatten(2))
+        q, k, v = (self.by_head(t) for t in (q, k, v))
+        far = None if far is None else tuple(self.by_head(t) for t in far)
+        return self.out(attend(q, k, v, pos, positions, scaled, far).transpose(1, 2).flatten(2))
+
+    def by_head(self, t: Tensor) -> Tensor:
+        """[B, T, ., D] -> [B, H, T, D]; each key-value head serves H / G query heads."""
+        return t.transpose(1, 2).repeat_interleave(self.H // t.shape[2], dim=1)
 
 
 class MLP(nn.Module):
@@ -85,22 +140,23 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, cfg: ModelConfig, linear: bool):
         super().__init__()
         self.norm1, self.norm2 = (nn.RMSNorm(cfg.width, eps=cfg.norm_eps) for _ in range(2))
-        self.attention, self.mlp = Attention(cfg), MLP(cfg)
+        self.attention, self.mlp = Attention(cfg, linear), MLP(cfg)
 
-    def forward(self, x: Tensor, pos: Encoding, positions: Tensor, prepared, window: int | None) -> Tensor:
-        x = x + self.attention(self.norm1(x), pos, positions, prepared, window)
+    def forward(self, x: Tensor, pos: Encoding, positions: Tensor, prepared: Any, scaled: Scaled) -> Tensor:
+        x = x + self.attention(self.norm1(x), pos, positions, prepared, scaled)
         return x + self.mlp(self.norm2(x))
 
 
 class GPT(nn.Module):
-    def __init__(self, cfg: ModelConfig, pos: Encoding, vocab_size: int):
+    def __init__(self, cfg: ModelConfig, pos: Encoding, vocab_size: int, linear: bool = False):
+        """linear: linear attention (model/linear_attention.py) in place of softmax."""
         super().__init__()
-        self.pos = pos
+        self.pos, self.linear = pos, linear
         self.tokens = nn.Embedding(vocab_size, cfg.width)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
+        self.blocks = nn.ModuleList(Block(cfg, linear) for _ in range(cfg.n_layers))
         self.norm = nn.RMSNorm(cfg.width, eps=cfg.norm_eps)
         self.head = nn.Linear(cfg.width, vocab_size, bias=False)
         if cfg.tied_head:
@@ -115,15 +171,21 @@ class GPT(nn.Module):
         """Tokens [B, T] at integer positions [T] or [B, T] (None: 0..T-1) -> what the head reads, [B, T, C]."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
+        if self.linear:  # it has no scores, hence no temperature
+            scaled = replace(scaled, attention_factor=1.0)
         x = self.pos.embed(self.tokens(tokens), positions)
         prepared = self.pos.prepare(positions, scaled)
         for block in self.blocks:
-            x = block(x, self.pos, positions, prepared, scaled.window)
+            x = block(x, self.pos, positions, prepared, scaled)
         return x
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, scaled: Scaled = UNSCALED) -> Tensor:
         """Logits at every position, [B, T, V]."""
         return self.head(self.norm(self.hidden(tokens, positions, scaled)))
+
+    def scores(self, tokens: Tensor, last: int, scaled: Scaled = UNSCALED) -> Tensor:
+        """Logits at the last positions only, [B, last, V]."""
+        return self.head(self.norm(self.hidden(tokens, scaled=scaled)[:, -last:]))
 
     def losses(
         self,
@@ -156,15 +218,25 @@ class GPT(nn.Module):
 
 def build_encoding(cfg: TrainConfig) -> Encoding:
     m = cfg.model
-    return encodings.build(cfg.pos, Shape(m.width, m.n_heads, m.head_dim, cfg.ctx))
+    encoding = encodings.build(cfg.pos, Shape(m.width, m.n_heads, m.head_dim, cfg.ctx))
+    if cfg.attention == "linear" and type(encoding).bias is not Encoding.bias:
+        raise ValueError(f"attention=linear: has no scores that pos={cfg.pos['kind']} could add its bias to")
+    return encoding
 
 
 def build(cfg: TrainConfig, vocab_size: int) -> GPT:
     """A freshly initialised model: the same weights for the same settings and seed."""
     torch.manual_seed(cfg.seed)
-    return GPT(cfg.model, build_encoding(cfg), vocab_size)
+    return GPT(cfg.model, build_encoding(cfg), vocab_size, cfg.attention == "linear")
 
 
 def trained(cfg: TrainConfig, encoding: Encoding) -> Trained:
     """What a scaling method may know of this run."""
-    return Trained(cfg.pos["kind"], cfg.ctx, encoding.inv_freq)
+    L = cfg.pretrained.get("ctx", cfg.ctx)
+    return Trained(cfg.pos["kind"], L, encoding.inv_freq, cfg.attention, extended_ctx=cfg.ctx if cfg.init else 0)
+
+
+def own_scaling(cfg: TrainConfig, encoding: Encoding) -> Scaled:
+    """The scaling that a run is trained with: that of its ctx, at every length."""
+    knobs = [usual("scaling", name) for name in cfg.plus or []]
+    return resolve(cfg.scaling, trained(cfg, encoding), cfg.ctx, cfg.ctx, knobs)

@@ -71,10 +71,11 @@ def run_eval(*overrides: str) -> None:
 
 
 def command(script: str, *args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess:
-    """`python SCRIPT ARGS` in a process of its own, as a user runs it."""
-    full = {**os.environ, "COLUMNS": "120", **env}
+    """`python SCRIPT ARGS` in a process of its own, as a user runs it; SCRIPT may be -m=MODULE."""
+    full = {**os.environ, "COLUMNS": "120", "PYTHONPATH": str(ROOT), **env}
+    start = ["-m", script.removeprefix("-m=")] if script.startswith("-m=") else [str(ROOT / script)]
     return subprocess.run(
-        [sys.executable, str(ROOT / script), *args], cwd=cwd, env=full, capture_output=True, text=True, timeout=240
+        [sys.executable, *start, *args], cwd=cwd, env=full, capture_output=True, text=True, timeout=240
     )
 
 

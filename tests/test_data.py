@@ -174,11 +174,11 @@ def test_streams_and_documents_that_are_too_short_are_refused(docs):
         tokens.batch(np.arange(30), 0, seed=0, size=1, ctx=16)
     corpus = tokens.prepare(TEXT, ".cache")
     longest = max(len(d.tokens) for d in corpus.held_out)
-    assert tokens.matched_targets(corpus, longest - 1, 9)[1].shape == (1, longest)
+    assert tokens.long_documents(corpus, longest - 1, 9)[1].shape == (1, longest)
     with pytest.raises(
         ValueError, match=f"ctx={longest}: the longest held-out document of this corpus allows {longest - 1}"
     ):
-        tokens.matched_targets(corpus, longest, 9)
+        tokens.long_documents(corpus, longest, 9)
     with pytest.raises(ValueError, match="longest held-out document"):
         tokens.validation(corpus, 10**6, 4)
 

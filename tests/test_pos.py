@@ -15,7 +15,6 @@ from tests.conftest import choices, train_settings
 
 SMALL = ("model.n_layers=2", "model.n_heads=4", "model.width=64", "ctx=32", "batch_tokens=32")
 NO_POSITION_LIMIT = [p for p in choices("pos") if p != "learned"]
-RELATIVE = ["rope", "rope_interleaved", "alibi", "none"]
 
 
 def model_of(pos: str, *overrides: str, std: float = 0.3) -> gpt.GPT:
@@ -172,7 +171,7 @@ def test_positions_matter_exactly_where_they_should(pos):
     limit = ["pos.max_positions=2000"] if pos == "learned" else []
     model, x = model_of(pos, *limit), tokens()
     shifted = model(x, torch.arange(24) + 1000) - model(x)
-    if pos in RELATIVE:
+    if model.pos.relative:
         assert shifted.abs().max() < 1e-5
     else:
         assert shifted.abs().max() > 0.1
@@ -180,7 +179,7 @@ def test_positions_matter_exactly_where_they_should(pos):
     assert (spread.abs().max() < 1e-9) == (pos == "none")
 
 
-@pytest.mark.parametrize("pos", ["rope", "alibi"])
+@pytest.mark.parametrize("pos", ["rope", "alibi", "xpos", "t5_bias"])
 def test_relative_far_out(pos):
     model, x = model_of(pos), tokens()
     assert (model(x, torch.arange(24) + 100_000) - model(x)).abs().max() < 1e-5
@@ -243,8 +242,8 @@ def test_blocked_and_written_out_attention_equal_the_plain_formula(pos, window, 
         monkeypatch.setattr(gpt, "QUERY_BLOCK", 7)
         blocked = model(x, scaled=scaled)
 
-    def plain(q, k, v, pos, positions, window):
-        T = q.shape[2]
+    def plain(q, k, v, pos, positions, scaled, far):
+        T, window = q.shape[2], scaled.window
         distance = torch.arange(T)[:, None] - torch.arange(T)
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
         bias = pos.bias(positions, positions)

@@ -4,6 +4,7 @@ tests/goldens.json holds what transformers computed, so that the comparison runs
 `python -m tests.test_scaling`.
 """
 
+import importlib
 import itertools
 import json
 import math
@@ -12,15 +13,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.scaling import Trained, Unfit, resolve
+from model.pos import Shape
+from model.pos.rope import Rope
+from model.scaling import UNSCALED, Trained, Unfit, resolve
 from tests.conftest import choices, eval_settings
 from tests.test_pos import model_of, tokens
 
 GOLDENS = Path(__file__).with_name("goldens.json")
 ALL = choices("scaling")
 KNOBS = {name: eval_settings(f"scaling={name}").scaling for name in ALL}
-ROTARY = [name for name in ALL if name not in ("none", "window")]
-STATIC = [name for name in ALL if name != "dynamic_ntk"]  # same frequencies whatever the length, at a given factor
+ANY_ENCODING = ("none", "window", "window_sink", "logn")
+ROTARY = [name for name in ALL if name not in ANY_ENCODING]
+FREQUENCIES = [name for name in ROTARY if not name.startswith("rerope")]
+
+
+def knobs_of(name: str, pairs: int) -> dict:
+    """Those of its yaml; longrope has no usual divisors, so it is given some."""
+    divisors = [1.0 + i / 4 for i in range(pairs)]
+    return {**KNOBS[name], **({"long": divisors} if KNOBS[name]["kind"] == "longrope" else {})}
 
 
 def rope(L: int = 256, D: int = 64, base: float = 10000.0) -> Trained:
@@ -34,8 +44,14 @@ def cases() -> list[dict]:
     for L, D, base in shapes:
         shape = {"L": L, "D": D, "base": base}
         found += [{**shape, "type": "linear", "factor": f, "n": L} for f in (1.0, 2.0, 4.5, 32.0)]
-        # Hugging Face's dynamic factor is another thing; at 1 it is the clean s = n / L
-        found += [{**shape, "type": "dynamic", "factor": 1.0, "n": n} for n in (L // 2, L, L + 1, 2 * L, 8 * L)]
+        for f in (1.0, 2.0, 4.0):
+            found += [{**shape, "type": "dynamic", "factor": f, "n": n} for n in (L // 2, L, L + 1, 4 * L)]
+        found += [{**shape, "type": "llama3", "factor": f, "n": L, "low_freq_factor": low, "high_freq_factor": high}
+                  for f in (1.0, 8.0) for low, high in ((1.0, 4.0), (2.0, 3.0))]  # fmt: skip
+        long, short = ([1 + i / by for i in range(D // 2)] for by in (4, 40))
+        found += [{**shape, "type": "longrope", "factor": f, "n": n, "long_factor": long, "short_factor": short}
+                  for f in (1.0, 8.0) for n in (L, L + 1)]  # fmt: skip
+        found += [{**shape, "type": "proportional", "n": L, "partial_rotary_factor": f} for f in (0.25, 0.75, 1.0)]
         for f, truncate, (fast, slow) in itertools.product(
             (1.0, 2.0, 8.0, 32.0), (True, False), ((32.0, 1.0), (4.0, 1.0))
         ):
@@ -58,12 +74,22 @@ def by_transformers(case: dict) -> tuple[list[float], float]:
 
 
 def check(case: dict, inv_freq: list[float], attention_factor: float) -> None:
-    ours = {"linear": "pi", "dynamic": "dynamic_ntk", "yarn": "yarn"}[case["type"]]
-    knobs = {**KNOBS[ours], **{k: v for k, v in case.items() if k in KNOBS[ours]}}
-    got = resolve(knobs, rope(case["L"], case["D"], case["base"]), case["n"], case["n"])
     want = torch.tensor(inv_freq, dtype=torch.float64)
-    assert ((got.inv_freq - want) / want).abs().max() < 1e-5, case  # theirs is float32
-    assert got.attention_factor == pytest.approx(attention_factor, rel=1e-6), case
+    if case["type"] == "proportional":  # an encoding here: its still pairs have frequency zero there
+        shape = Shape(width=case["D"], n_heads=1, head_dim=case["D"], train_ctx=case["L"])
+        rope_p = Rope(shape, case["base"], False, rotary_fraction=case["partial_rotary_factor"], proportional=True)
+        turning = len(rope_p.inv_freq)
+        assert len(want) == turning + rope_p.still and not want[turning:].any(), case
+        assert ((rope_p.inv_freq - want[:turning]) / want[:turning]).abs().max() < 1e-5, case
+        return
+    ours = {"linear": ["pi"], "yarn": ["yarn"], "llama3": ["llama3"], "longrope": ["longrope"],
+            "dynamic": ["dynamic_hf"] + ["dynamic_ntk"] * (case["factor"] == 1)}[case["type"]]  # fmt: skip
+    theirs = {**case, "long": case.get("long_factor"), "short": case.get("short_factor"), "hf_factor": case["factor"]}
+    for name in ours:
+        knobs = {**KNOBS[name], **{k: v for k, v in theirs.items() if k in KNOBS[name]}}
+        got = resolve(knobs, rope(case["L"], case["D"], case["base"]), case["n"], case["n"])
+        assert ((got.inv_freq - want) / want).abs().max() < 1e-5, case  # theirs is float32
+        assert got.attention_factor == pytest.approx(attention_factor, rel=1e-6), case
 
 
 def test_frequencies_equal_the_frozen_ones_of_transformers():
@@ -83,18 +109,24 @@ def test_frequencies_equal_those_of_the_installed_transformers():
 def test_factor_one_changes_no_bit(name):
     trained = rope()
     for n in (64, 255, 256):
-        scaled = resolve(KNOBS[name], trained, n, n)
+        scaled = resolve(knobs_of(name, 32), trained, n, n)
         assert scaled.factor == 1 and scaled.attention_factor == 1
         assert scaled.inv_freq is None or torch.equal(scaled.inv_freq, trained.inv_freq)
     model, x = model_of("rope"), tokens()  # trained at 32
-    scaled = resolve(KNOBS[name], Trained("rope", 32, model.pos.inv_freq), 24, 24)
+    scaled = resolve(knobs_of(name, 8), Trained("rope", 32, model.pos.inv_freq), 24, 24)
     assert torch.equal(model(x, scaled=scaled), model(x))
 
 
-@pytest.mark.parametrize("name", ROTARY)
-def test_every_rotary_method_changes_something_past_the_trained_context(name):
-    scaled = resolve(KNOBS[name], rope(), 1024, 1024)
-    assert scaled.factor == 4 and not torch.equal(scaled.inv_freq, rope().inv_freq)
+@pytest.mark.parametrize("name", [n for n in ALL if n != "none"])
+def test_every_method_changes_something_past_the_trained_context(name):
+    scaled = resolve(knobs_of(name, 32), rope(), 1024, 1024)
+    assert scaled != UNSCALED
+    if name in FREQUENCIES:
+        assert scaled.factor == (7 if name == "dynamic_hf" else 4)
+        assert not torch.equal(scaled.inv_freq, rope().inv_freq)
+    model, x = model_of("rope"), tokens()
+    scaled = resolve(knobs_of(name, 8), Trained("rope", 8, model.pos.inv_freq), 24, 24)
+    assert (model(x, scaled=scaled) - model(x)).abs().max() > 1e-3
 
 
 def test_pi_at_m_is_no_scaling_at_m_over_s():
@@ -144,7 +176,7 @@ def test_order_of_lengths_cannot_matter(name):
     trained = Trained("rope", 8, model.pos.inv_freq)
 
     def logits(n):
-        return model(x[:, :n], scaled=resolve(KNOBS[name], trained, n, 24))
+        return model(x[:, :n], scaled=resolve(knobs_of(name, 8), trained, n, 24))
 
     forward = [logits(n) for n in (4, 8, 12, 24)]
     backward = [logits(n) for n in (24, 12, 8, 4)][::-1]
@@ -153,13 +185,19 @@ def test_order_of_lengths_cannot_matter(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_prefix_consistency(name):
-    """At a fixed factor a longer input leaves earlier logits alone. Dynamic NTK, by its nature, does not."""
+    """At a fixed factor a longer input leaves earlier logits alone, unless the method says otherwise."""
     model, x = model_of("rope"), tokens(1, 24)
     trained = Trained("rope", 8, model.pos.inv_freq)
-    knobs = {**KNOBS[name], **({"factor": 3.0} if "factor" in KNOBS[name] else {})}
-    short = model(x[:, :16], scaled=resolve(knobs, trained, 16, 24))
-    long = model(x, scaled=resolve(knobs, trained, 24, 24))[:, :16]
-    assert torch.allclose(short, long, atol=1e-9) == (name in STATIC)
+    knobs = {**knobs_of(name, 8), **({"factor": 3.0} if "factor" in KNOBS[name] else {})}
+    consistent = getattr(importlib.import_module(f"model.scaling.{knobs['kind']}"), "PREFIX_CONSISTENT", True)
+
+    def logits(n):
+        return model(x[:, :n], scaled=resolve(knobs, trained, n, 24))
+
+    for short, long in ((16, 24), (6, 24)):
+        same = torch.allclose(logits(short), logits(long)[:, :short], atol=1e-9)
+        assert same or not consistent
+    assert same == consistent
 
 
 def test_factor_auto_fixed_and_number():
@@ -182,8 +220,8 @@ def test_bad_factors_are_refused(given):
 def test_what_needs_frequencies_does_not_fit_encodings_without(name):
     trained = Trained("alibi", 256, None)
     if name in ROTARY:
-        with pytest.raises(Unfit, match=f"scaling={name} does not fit: .*pos=alibi has none"):
-            resolve(KNOBS[name], trained, 512, 512)
+        with pytest.raises(Unfit, match=f"scaling={KNOBS[name]['kind']} does not fit: .*pos=alibi has none"):
+            resolve(knobs_of(name, 32), trained, 512, 512)
     else:
         resolve(KNOBS[name], trained, 512, 512)
 
@@ -207,5 +245,6 @@ if __name__ == "__main__":
     rows = []
     for case in cases():
         inv_freq, attention_factor = by_transformers(case)
+        inv_freq = [float(f"{x:.8g}") for x in inv_freq]  # float32 holds no more
         rows.append({"case": case, "inv_freq": inv_freq, "attention_factor": attention_factor})
     GOLDENS.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")

@@ -15,7 +15,7 @@ import torch
 import train
 from conf.schema import OptimConfig, train_config
 from model import checkpoint
-from tests.conftest import ROOT, choices, command, composed, run_train, train_settings
+from tests.conftest import ROOT, choices, command, composed, run_eval, run_train, train_settings
 
 
 def weights(name: str) -> dict:
@@ -304,3 +304,86 @@ def test_compiled_training_is_the_same_to_rounding_and_resumes_exactly(here, mon
     a, b, c = (weights(name)["model"] for name in "abc")
     assert same(a, b)
     assert all((a[k] - c[k]).abs().max() < 1e-3 for k in a) and not same(a, c)
+
+
+# ---- fine-tuning to a longer context ----
+
+
+def test_init_starts_from_the_parents_weights_and_keeps_both_contexts_apart(here, capsys):
+    run_train("steps=4", "pos=rope_interleaved", "name=short")
+    capsys.readouterr()
+    longer = ("init=short", "ctx=256", "scaling=pi", "steps=2", "name=long")
+    run_train(*longer)
+    out = capsys.readouterr().out
+    assert "from runs/short: pre-trained at ctx 64 on 2,048 tokens" in out and "scaling=pi (factor 4)" in out
+    assert "fine-tuning took 1,024 tokens, 50 % of the pre-training's 2,048" in out
+    state, parent = weights("long"), weights("short")
+    assert state["cfg"].pos["interleaved"] and state["cfg"].ctx == 256  # pos, model and data are the parent's
+    assert state["cfg"].pretrained["ctx"] == 64 and state["cfg"].pretrained["run"] == "short"
+    assert not torch.equal(state["model"]["tokens.weight"], parent["model"]["tokens.weight"])
+
+    run_train("init=short", "ctx=64", "steps=1", "optim.lr=1e-12", "optim.warmup=0", "name=same")
+    assert torch.allclose(weights("same")["model"]["tokens.weight"], parent["model"]["tokens.weight"])
+
+    run_train(*longer)
+    assert "already trained" in capsys.readouterr().out
+    run_train("init=long", "ctx=512", "scaling=yarn", "steps=1", "name=longer")  # the root's context stays L
+    assert weights("longer")["cfg"].pretrained["ctx"] == 64
+    assert "scaling=yarn (factor 8)" in capsys.readouterr().out
+
+    run_eval("run=long", "ctx=512", "scaling=ntk", "documents=3")
+    out = capsys.readouterr().out
+    assert "pre-trained at ctx 64 (short), extended to 256 by scaling=pi" in out
+    rows = {
+        label: [json.loads(line) for line in next(Path("runs/long/eval").glob(f"{label}-*")).read_text().splitlines()]
+        for label in ("none", "window", "ntk")
+    }
+    assert {row["factor"] for row in rows["none"]} == {4}  # as fine-tuned
+    assert {row["window"] for row in rows["window"]} == {256} and {row["factor"] for row in rows["window"]} == {4}
+    assert [(row["n"], row["factor"]) for row in rows["ntk"]] == [(64, 4), (128, 4), (256, 4), (512, 8)]
+    assert all(row["train_ctx"] == 64 and row["extended_ctx"] == 256 for row in rows["ntk"])
+
+
+def test_what_init_refuses(here):
+    with pytest.raises(ValueError, match="init=nobody: no trained run of that name in runs/; there are none yet"):
+        run_train("init=nobody", "name=x")
+    run_train("steps=1", "pos=learned", "name=table")
+    for argv, right in [
+        (["pos=alibi"], r"init=table: pos=alibi cannot be chosen, it comes from that run"),
+        (["model.width=32"], r"init=table: model\.width=32 cannot be chosen"),
+        (["data=text"], r"init=table: data=text cannot be chosen"),
+        (["name=table"], r"init=table: the new run needs a name of its own"),
+        (["ctx=128"], r"pos\.max_positions=64: must be at least ctx=128"),
+        (["scaling=pi"], r"scaling=pi does not fit: .*pos=learned has none"),
+    ]:
+        name = [] if argv[0].startswith("name=") else ["name=new"]
+        with pytest.raises(ValueError, match=right):
+            run_train("init=table", *argv, *name)
+    assert not Path("runs/new").exists()
+
+
+def test_a_changed_parent_is_not_gone_on_with(here):
+    run_train("steps=1", "name=a")
+    run_train("init=a", "ctx=128", "steps=4", "name=b")
+    run_train("steps=1", "seed=1", "name=a", "fresh=true")
+    with pytest.raises(ValueError, match=r"runs/b was trained with other settings: pretrained\.weights="):
+        run_train("init=a", "ctx=128", "steps=4", "name=b")
+
+
+# ---- training positions and attention ----
+
+
+@pytest.mark.parametrize("settings", [("positions=random",), ("positions=pose", "longest=128"), ("attention=linear",)])
+def test_other_ways_to_train(settings, here):
+    run_train(*settings, "steps=2", "name=x")
+    assert weights("x")["step"] == 2
+    run_eval("run=x", "ctx=128", "scaling=ntk", "documents=3")
+
+
+def test_positions_are_drawn_in_training(here):
+    for name, settings in (("ordered", ()), ("random", ("positions=random",))):
+        run_train(*settings, "steps=2", f"name={name}")
+    assert weights("random")["cfg"].longest == 512
+    assert not torch.equal(*(weights(n)["model"]["tokens.weight"] for n in ("ordered", "random")))
+    with pytest.raises(ValueError, match="longest=512: pos=learned has 64 positions"):
+        run_train("pos=learned", "positions=random", "name=x")

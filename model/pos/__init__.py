@@ -23,12 +23,13 @@ class Shape:
 
 
 class Encoding(nn.Module):
-    """Four hooks, each a function of an explicit tensor of positions, int64 [T] or [B, T]; each does nothing here.
+    """Hooks, each a function of an explicit tensor of positions, int64 [T] or [B, T]; each does nothing here.
 
     The GPT calls all of them and never asks which encoding it has. Nothing here has a maximum length unless
     max_positions says so.
     """
 
+    relative: bool = True  # a shift of all positions changes nothing; a test holds every encoding to it
     max_positions: int | None = None
     inv_freq: Tensor | None = None  # float64 [rotary_dim / 2], radians per position, if the encoding rotates
 
@@ -48,8 +49,17 @@ class Encoding(nn.Module):
         """Queries [B, T, H, D] and keys [B, T, H_kv, D] -> the same, turned."""
         return q, k
 
+    def rotate_far(self, q: Tensor, k: Tensor, prepared: Any) -> tuple[Tensor, Tensor] | None:
+        """The same for pairs at a distance of Scaled.clip and more; None where nothing is clipped."""
+        return None
+
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor | None:
         """What to add to the attention scores, [H, Tq, Tk] or [B, H, Tq, Tk]; None adds nothing and is faster."""
+        return None
+
+    def key_bias(self, k_positions: Tensor) -> Tensor | None:
+        """If bias is a function of the key alone, but for a constant of each query, which the softmax does not see:
+        that function, float32 [H, Tk] or [B, H, Tk]. Attention then needs no mask."""
         return None
 
 

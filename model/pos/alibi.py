@@ -20,5 +20,10 @@ class Alibi(Encoding):
         slope = torch.tensor(slopes(self.shape.n_heads), device=distance.device).view(-1, 1, 1)
         return -slope * distance.unsqueeze(-3)
 
+    def key_bias(self, k_positions: Tensor) -> Tensor:
+        # slope * n differs from -slope * (m - n) by slope * m, which is one constant for all keys of a query
+        slope = torch.tensor(slopes(self.shape.n_heads), device=k_positions.device).view(-1, 1)
+        return slope * (k_positions - k_positions.amax()).unsqueeze(-2)
+
 
 build = Alibi

@@ -7,6 +7,8 @@ from model.pos import Encoding, Shape
 
 
 class Learned(Encoding):
+    relative = False
+
     def __init__(self, shape: Shape, max_positions: int):
         super().__init__(shape)
         if max_positions < shape.train_ctx:

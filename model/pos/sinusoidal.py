@@ -12,6 +12,8 @@ from model.pos import Encoding, Shape
 
 
 class Sinusoidal(Encoding):
+    relative = False
+
     def __init__(self, shape: Shape, base: float):
         super().__init__(shape)
         if shape.width % 2:

@@ -6,6 +6,8 @@ s = f * n / L - (f - 1), which is this one only at f = 1.)
 
 from model.scaling import Scaled, Trained, ntk
 
+PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
+
 
 def scale(trained: Trained, n: int) -> Scaled:
-    return ntk.scale(trained, n, factor=max(1.0, n / trained.train_ctx))
+    return ntk.scale(trained, n, factor=max(n, trained.reach) / trained.train_ctx)

@@ -10,4 +10,4 @@ def scale(trained: Trained, n: int, size: int | None = None) -> Scaled:
     """size: keys that each query sees, itself included; None takes the trained context."""
     if size is not None and size < 1:
         raise ValueError(f"scaling.size={size}: must be at least 1")
-    return Scaled(window=size or trained.train_ctx)
+    return Scaled(window=size or trained.reach)

@@ -1,0 +1,17 @@
+"""Hugging Face's `dynamic`: NTK with s = f * n / L - (f - 1) past the trained context (and 1 inside it).
+
+f is what Hugging Face calls `factor`, and it is not the extension factor: at n = 4 L, f = 4 gives s = 13, f = 2 gives
+7, and only f = 1 gives 4, which is `dynamic_ntk`. Named apart so that a config's factor is never read as s.
+(Theirs also keeps the frequencies of the longest input it has seen, transformers#25104; this one is stateless.)
+"""
+
+from model.scaling import Scaled, Trained, ntk
+
+PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
+
+
+def scale(trained: Trained, n: int, hf_factor: float = 2.0) -> Scaled:
+    if hf_factor < 1:
+        raise ValueError(f"scaling.hf_factor={hf_factor}: must be at least 1")
+    L = trained.train_ctx
+    return ntk.scale(trained, n, factor=hf_factor * max(n, trained.reach) / L - (hf_factor - 1))

@@ -1,0 +1,13 @@
+"""Log-n attention (Su, kexue.fm/archives/8823; Chiang and Cholak 2022, arXiv 2202.12172): a query at position m is
+multiplied by max(1, ln(m + 1) / ln L), so that attention stays as sharp over m + 1 keys as it was over L.
+
+Any encoding. Composes with methods that change frequencies: scaling=ntk plus=logn.
+"""
+
+from model.scaling import Scaled, Trained, Unfit
+
+
+def scale(trained: Trained, n: int) -> Scaled:
+    if trained.train_ctx < 2:
+        raise Unfit("ln L needs a trained context of at least 2")
+    return Scaled(logn=trained.reach)

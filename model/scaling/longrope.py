@@ -1,0 +1,33 @@
+"""LongRoPE with given factors (Ding et al. 2024, arXiv 2402.13753; Hugging Face's `longrope`).
+
+Each pair has a divisor of its own, found by a search that is not part of this: `short` inside the trained context,
+`long` past it. cos and sin are multiplied by sqrt(1 + ln s / ln L) at either length, as Hugging Face does.
+"""
+
+import math
+
+import torch
+
+from model.scaling import Scaled, Trained
+
+PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
+
+
+def scale(
+    trained: Trained, n: int, factor: float, long: list | None = None, short: list | None = None,
+    attention_factor: float | None = None,
+) -> Scaled:  # fmt: skip
+    """long, short: one number for each pair, as rope_parameters.long_factor in a config of Hugging Face's; short None
+    divides by 1."""
+    P, L = trained.rotary_dim // 2, trained.train_ctx
+    short = [1.0] * P if short is None else short
+    for name, divisors in (("long", long), ("short", short)):
+        fine = isinstance(divisors, list) and len(divisors) == P
+        if not fine or not all(isinstance(x, int | float) and x > 0 for x in divisors):
+            raise ValueError(
+                f"scaling.{name}={divisors}: must be a list of {P} numbers above 0, one for each rotary pair"
+            )
+    divisors = torch.tensor(long if n > L else short, dtype=torch.float64)
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(L)) if factor > 1 else 1.0
+    return Scaled(inv_freq=trained.inv_freq / divisors, factor=factor, attention_factor=attention_factor)

@@ -1,0 +1,18 @@
+"""NTK-by-parts as the paper has it (bloc97 2023; YaRN, arXiv 2309.00071, section 3.2).
+
+A pair that turns r times inside the trained context keeps the share clip((r - alpha) / (beta - alpha), 0, 1) of its
+frequency and is interpolated by s for the rest. (YaRN's code has its ramp over the pair index instead: see yarn.py.)
+"""
+
+import math
+
+from model.scaling import Scaled, Trained
+
+
+def scale(trained: Trained, n: int, factor: float, alpha: float = 1.0, beta: float = 32.0) -> Scaled:
+    if not beta > alpha >= 0:
+        raise ValueError(f"scaling.beta={beta}: must be greater than alpha={alpha}, and that at least 0")
+    turns = trained.train_ctx * trained.inv_freq / (2 * math.pi)
+    kept = ((turns - alpha) / (beta - alpha)).clamp(0, 1)
+    # Written so that factor 1 changes no bit.
+    return Scaled(inv_freq=trained.inv_freq * (1 - (1 - kept) * (1 - 1 / factor)), factor=factor)

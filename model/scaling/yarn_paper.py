@@ -1,0 +1,15 @@
+"""YaRN as the paper has it (Peng et al. 2023, arXiv 2309.00071, section 3.4): NTK-by-parts and a temperature.
+
+Not what the authors' code and Hugging Face compute: their ramp goes over the pair index, see yarn.py; the frequencies
+differ by up to 50 %.
+"""
+
+import math
+from dataclasses import replace
+
+from model.scaling import Scaled, Trained, ntk_by_parts
+
+
+def scale(trained: Trained, n: int, factor: float, alpha: float = 1.0, beta: float = 32.0) -> Scaled:
+    by_parts = ntk_by_parts.scale(trained, n, factor, alpha, beta)
+    return replace(by_parts, attention_factor=0.1 * math.log(factor) + 1 if factor > 1 else 1.0)
