@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import eval as evaluation
 from conf.schema import ROOT, entry, eval_config, load, one_line_errors, usual
-from data import copy, tokens
+from data import copy, recall, tokens
 from model import checkpoint, gpt, runtime, scaling
 from model.scaling import Scaled
 
@@ -74,7 +74,7 @@ def main(hydra_cfg: DictConfig) -> None:
     task = train.data["kind"] if train.data["tokenizer"] == "bytes" else "text"
     synthetic = task in ("recall", "copy")
     corpus = tokens.prepare(train.data, cfg.cache)
-    answer, shortest = (1, 32) if task == "recall" else (copy.ANSWER, 64)
+    answer, shortest = (recall.ANSWER, 32) if task == "recall" else (copy.ANSWER, 64)
     chance = load("data", task, "CHANCE") if synthetic else 0.0
 
     def example(n: int, distance: int, seed: int) -> list[int]:
@@ -88,7 +88,7 @@ def main(hydra_cfg: DictConfig) -> None:
     plus = [usual("scaling", k) for k in cfg.plus]
     asked = " + ".join([evaluation.label(HydraConfig.get().runtime.choices["scaling"], cfg.scaling), *cfg.plus])
     methods = {"none": [usual("scaling", "none")], "window": [usual("scaling", "window")], asked: [cfg.scaling, *plus]}
-    what = "recall a digit" if task == "recall" else f"copy {answer} tokens"
+    what = f"recall a number of {answer} digits" if task == "recall" else f"copy {answer} tokens"
     print(f"run: {name} ({why}): pos={train.pos['kind']}, trained at ctx {train.ctx}; task: {what}")
 
     results: dict[str, list[Cell]] = {k: [] for k in methods}

@@ -124,22 +124,23 @@ def test_decay_study_writes_picture_and_table(tmp_path, monkeypatch):
 # ---- synthetic probes ----
 
 
-@pytest.mark.parametrize("length, distance", [(64, 2), (64, 62), (65, 32), (1000, 512)])
+@pytest.mark.parametrize("length, distance", [(64, 5), (64, 59), (65, 32), (1000, 512)])
 def test_recall_probe_has_its_answer_once_at_its_distance(length, distance):
     for seed in range(20):
         text = recall.probe(length, distance, seed)
-        assert len(text) == length + 1 and text[-1].isdigit()
-        key = text[-2]
+        assert len(text) == length + 4 and text[-4:].isdigit()
+        key, at = text[-5], len(text) - 5
         assert key.isalpha() and text.count(key) == 2
-        assert text[-2 - distance : -distance] == key + text[-1]
+        first = text.index(key)
+        assert at - first == distance // 5 * 5 and text[first : first + 5] == text[at:]
 
 
 def test_recall_documents_are_consistent_and_pure():
     docs = dict(recall._texts(3, 500))
     assert docs == dict(recall._texts(3, 500)) and len(set(docs.values())) == 3
     for text in docs.values():
-        pairs = re.findall(r"([A-Za-z])(\d)", text)
-        assert len(pairs) == 250 and len(set(pairs)) == len({letter for letter, _ in pairs})
+        pairs = re.findall(r"([A-Za-z])(\d{4})", text)
+        assert len(pairs) == 100 and len(set(pairs)) == len({letter for letter, _ in pairs})
 
 
 @pytest.mark.parametrize("length, distance", [(100, 64), (1000, 512)])
