@@ -21,6 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import compare
+import kernels
 import report
 from conf.schema import EvalConfig, TrainConfig, entry, eval_config, one_line_errors, usual
 from data import tokens
@@ -89,6 +90,7 @@ def main(hydra_cfg: DictConfig) -> None:
     name, why = choose(cfg, ctx)
     run = Path(cfg.runs) / name
     device = runtime.pick_device(cfg.device)
+    kernels.choose(cfg.kernel, device)
     state = checkpoint.load(run, device)
     train: TrainConfig = state["cfg"]
     corpus = tokens.prepare(train.data, cfg.cache)

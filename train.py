@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+import kernels
 from conf.schema import OptimConfig, TrainConfig, differences, entry, one_line_errors, train_config
 from data import tokens
 from model import checkpoint, gpt, positions, runtime
@@ -68,6 +69,7 @@ def main(hydra_cfg: DictConfig) -> None:
     run = Path(cfg.runs) / cfg.name
     parent = inherit(cfg) if cfg.init else None
     device, autocast = runtime.pick_device(cfg.device), lambda: runtime.autocast(device, cfg.dtype)
+    kernels.choose(cfg.kernel, device)
     encoding = gpt.build_encoding(cfg)  # its mistakes show before any work is done
     scaled = gpt.own_scaling(cfg, encoding)
     if cfg.positions != "ordered" and cfg.longest > (encoding.max_positions or cfg.longest):

@@ -36,6 +36,7 @@ class ModelConfig:
     mlp_ratio: int = 4
     tied_head: bool = True
     norm_eps: float = 1e-6
+    qk_norm: bool = False  # divide each head of q and k by its root mean square, without weights
 
     @property
     def head_dim(self) -> int:
@@ -85,13 +86,14 @@ class TrainConfig:
     save_every: int = MISSING
     log_every: int = MISSING
     compile: str = "auto"
+    kernel: str = "auto"
     device: str = "auto"
     runs: str = "runs"
     cache: str = ".cache"
     project: str = "ropewalk"
 
 
-RUN_CONTROL = ("name", "fresh", "save_every", "log_every", "compile", "device", "runs", "cache", "project")
+RUN_CONTROL = ("name", "fresh", "save_every", "log_every", "compile", "kernel", "device", "runs", "cache", "project")
 
 
 @dataclass
@@ -108,6 +110,7 @@ class EvalConfig:
     score: int = MISSING
     fresh: bool = False
     dtype: str = "auto"
+    kernel: str = "auto"
     device: str = "auto"
     runs: str = "runs"
     cache: str = ".cache"

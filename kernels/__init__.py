@@ -1,5 +1,6 @@
-"""The rotary op. For now the exact reference in plain torch."""
+"""The rotary op: rope and rope_packed, by a Triton kernel or in plain torch, and its parts."""
 
-from kernels.rope_torch import cos_sin, phase, rotate
+from kernels.rope import by_triton, choose, rope, rope_packed
+from kernels.rope_torch import cos_sin, normed, phase, rotate
 
-__all__ = ["cos_sin", "phase", "rotate"]
+__all__ = ["by_triton", "choose", "cos_sin", "normed", "phase", "rope", "rope_packed", "rotate"]

@@ -54,3 +54,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
         turned = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
     turned = turned.to(x.dtype)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def rope(
+    q: Tensor, k: Tensor, phase: Tensor, positions: Tensor | None, offset: int, interleaved: bool, scale: float,
+    norm_eps: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """kernels.rope in plain torch: what runs without the kernel, and the oracle that it is tested against."""
+    if positions is None:
+        positions = torch.arange(q.shape[1], device=q.device)
+    cos, sin = cos_sin(phase, positions.to(torch.int64) + offset)
+    cos, sin = cos * scale, sin * scale
+    return tuple(rotate(normed(x, norm_eps), cos, sin, interleaved).to(x.dtype) for x in (q, k))
+
+
+def normed(x: Tensor, eps: float | None) -> Tensor:
+    """x over the root mean square of its last dimension, in at least float32; None: x itself."""
+    if eps is None:
+        return x
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from conf.schema import ModelConfig, TrainConfig, usual
+from kernels import normed
 from model import pos as encodings
 from model.linear_attention import linear_attention
 from model.pos import Encoding, Shape
@@ -99,19 +100,24 @@ class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig, linear: bool):
         super().__init__()
         self.H, self.G, self.D, self.linear = cfg.n_heads, cfg.kv_heads, cfg.head_dim, linear
+        self.qk_eps = cfg.norm_eps if cfg.qk_norm else None
         self.qkv = nn.Linear(cfg.width, (self.H + 2 * self.G) * self.D, bias=False)
         self.out = nn.Linear(self.H * self.D, cfg.width, bias=False)
 
     def forward(self, x: Tensor, pos: Encoding, positions: Tensor, prepared: Any, scaled: Scaled) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (-1, self.D)).split((self.H, self.G, self.G), dim=2)  # [B, T, ., D]
+        qkv = self.qkv(x).unflatten(-1, (-1, self.D))  # [B, T, H + 2 G, D]
+        heads = (self.H, self.G, self.G)
         if self.linear:
-            y = linear_attention(q, k, v, lambda q, k: pos.rotate(q, k, prepared), scaled.window)
+            y = linear_attention(*qkv.split(heads, dim=2), lambda q, k: pos.rotate(q, k, prepared), scaled.window)
             return self.out(y.flatten(2))
-        if scaled.logn is not None:
-            sharper = ((positions + 1).clamp(min=1).log() / math.log(scaled.logn)).clamp(min=1)
-            q = q * sharper[..., None, None].to(q.dtype)
-        far = pos.rotate_far(q, k, prepared)
-        q, k = pos.rotate(q, k, prepared)
+        far = None
+        if scaled.clip is not None:
+            far = pos.rotate_far(*(normed(x, self.qk_eps) for x in qkv.split(heads, dim=2)[:2]), prepared)
+        q, k, v = pos.rotate_qkv(qkv, heads, prepared, self.qk_eps)
+        if scaled.logn is not None:  # a factor of each query, so it does not matter that q is turned already
+            sharper = ((positions + 1).clamp(min=1).log() / math.log(scaled.logn)).clamp(min=1)[..., None, None]
+            q = q * sharper.to(q.dtype)
+            far = None if far is None else (far[0] * sharper.to(q.dtype), far[1])
         q, k, v = (self.by_head(t) for t in (q, k, v))
         far = None if far is None else tuple(self.by_head(t) for t in far)
         return self.out(attend(q, k, v, pos, positions, scaled, far).transpose(1, 2).flatten(2))
@@ -219,6 +225,8 @@ class GPT(nn.Module):
 def build_encoding(cfg: TrainConfig) -> Encoding:
     m = cfg.model
     encoding = encodings.build(cfg.pos, Shape(m.width, m.n_heads, m.head_dim, cfg.ctx))
+    if cfg.attention == "linear" and m.qk_norm:
+        raise ValueError("model.qk_norm=True: attention=linear has no use for it")
     if cfg.attention == "linear" and type(encoding).bias is not Encoding.bias:
         raise ValueError(f"attention=linear: has no scores that pos={cfg.pos['kind']} could add its bias to")
     return encoding

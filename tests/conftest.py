@@ -13,6 +13,11 @@ os.environ.setdefault("WANDB_SILENT", "true")
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():  # the kernel is then tested in Triton's interpreter; read when it is decorated
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig

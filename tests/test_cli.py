@@ -66,6 +66,8 @@ def say(main, argv: list[str], monkeypatch) -> str:
         (["data=text", "data.files=none/*.txt"], r"data\.files=none/\*\.txt: matches no file"),
         (["ctx=10000000", "batch_tokens=10000000"], r"ctx=10000000: "),
         (["a b="], r"a b="),
+        (["kernel=cuda"], r"kernel=cuda: must be auto, triton or torch"),
+        (["model.qk_norm=true", "attention=linear"], r"model\.qk_norm=True: attention=linear has no use for it"),
         (["attention=flash"], r"attention=flash: must be softmax or linear"),
         (["attention=linear", "pos=alibi"], r"attention=linear: has no scores that pos=alibi could add its bias to"),
         (["positions=sorted"], r"positions=sorted: must be ordered, random or pose"),
@@ -130,6 +132,12 @@ def test_eval_exp_picks_the_runs_of_an_experiment(here):
     assert done.returncode == 1 and done.stderr == (
         "error: no trained run with exp=smoke in runs/: first: python train.py pos=rope exp=smoke\n"
     )
+
+
+def test_triton_where_it_cannot_run_is_one_line(here):
+    done = command("train.py", *SMOKE, "kernel=triton", "device=cpu", cwd=here, TRITON_INTERPRET="0")
+    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
+    assert "error: kernel=triton: device=cpu is not a CUDA device" in done.stderr
 
 
 def test_compare_without_runs(here, monkeypatch):

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from conf.schema import call, load
+from kernels import normed
 from model.scaling import Scaled
 
 
@@ -48,6 +49,13 @@ class Encoding(nn.Module):
     def rotate(self, q: Tensor, k: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
         """Queries [B, T, H, D] and keys [B, T, H_kv, D] -> the same, turned."""
         return q, k
+
+    def rotate_qkv(
+        self, qkv: Tensor, heads: tuple[int, int, int], prepared: Any, norm_eps: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The projection [B, T, H + 2 G, D] -> q and k, turned, and v; norm_eps: with QK-norm before it."""
+        q, k, v = qkv.split(heads, dim=2)
+        return *self.rotate(normed(q, norm_eps).to(q.dtype), normed(k, norm_eps).to(k.dtype), prepared), v
 
     def rotate_far(self, q: Tensor, k: Tensor, prepared: Any) -> tuple[Tensor, Tensor] | None:
         """The same for pairs at a distance of Scaled.clip and more; None where nothing is clipped."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import cos_sin, phase, rotate
+from kernels import by_triton, cos_sin, phase, rope, rope_packed, rotate
 from model.pos import Encoding, Shape
 from model.scaling import Scaled
 
@@ -20,12 +20,19 @@ Table = tuple[Tensor, Tensor]  # cos and sin, float32 [T, P] or [B, T, P]
 
 @dataclass
 class Tables:
-    q: Table
-    k: Table
+    """What the layers share: sines and cosines, or, where the kernel makes them itself, phases and positions."""
+
+    q: Table | None
+    k: Table | None
     far: "Tables | None" = None  # for pairs at a distance of Scaled.clip and more
+    phase: Tensor | None = None
+    positions: Tensor | None = None
+    scale: float = 1.0
 
 
 class Rope(Encoding):
+    by_kernel = True  # a subclass that changes the tables says False
+
     def __init__(
         self,
         shape: Shape,
@@ -64,16 +71,37 @@ class Rope(Encoding):
             # On both q and k, so the scores grow by its square (YaRN, arXiv 2309.00071, section 3.4).
             return cos * scaled.attention_factor, sin * scaled.attention_factor
 
-        near = table(inv_freq)
+        kernel = self.by_kernel and by_triton(device)
+        near = None if kernel else table(inv_freq)
+        tables = Tables(near, near)
+        if kernel:
+            tables.phase, tables.positions = self.phase(inv_freq, device), positions
+            tables.scale = scaled.attention_factor
         if scaled.clip is None:
-            return Tables(near, near)
+            return tables
         # At distance r >= w the angle is w * theta + (r - w) * theta / leak: the key turns by n * theta / leak, the
         # query by m * theta / leak and w * (theta - theta / leak) more.
         slow = inv_freq / scaled.leak
         start = scaled.clip * self.phase(inv_freq - slow, device)
-        return Tables(near, near, Tables(table(slow, start), table(slow)))
+        tables.far = Tables(table(slow, start), table(slow))
+        return tables
+
+    def rotate_qkv(
+        self, qkv: Tensor, heads: tuple[int, int, int], prepared: Tables, norm_eps: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        p = prepared
+        if p.phase is None:
+            return super().rotate_qkv(qkv, heads, p, norm_eps)
+        how = {"interleaved": self.interleaved, "scale": p.scale}
+        if norm_eps is None:
+            return rope_packed(qkv, heads[0], heads[1], p.phase, p.positions, **how)
+        q, k, v = qkv.split(heads, dim=2)
+        return *rope(q, k, p.phase, p.positions, **how, norm_eps=norm_eps), v
 
     def rotate(self, q: Tensor, k: Tensor, prepared: Tables) -> tuple[Tensor, Tensor]:
+        p = prepared
+        if p.phase is not None:
+            return rope(q, k, p.phase, p.positions, interleaved=self.interleaved, scale=p.scale)
         return rotate(q, *prepared.q, self.interleaved), rotate(k, *prepared.k, self.interleaved)
 
     def rotate_far(self, q: Tensor, k: Tensor, prepared: Any) -> tuple[Tensor, Tensor] | None:

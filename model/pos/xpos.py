@@ -13,6 +13,8 @@ from model.scaling import Scaled
 
 
 class XPos(Rope):
+    by_kernel = False  # its tables decay
+
     def __init__(self, shape: Shape, base: float, interleaved: bool, gamma: float, scale_base: float):
         super().__init__(shape, base, interleaved)
         for name, value in (("gamma", gamma), ("scale_base", scale_base)):

@@ -1,0 +1,333 @@
+"""The rotary op beside its peers: python -m kernels.bench_rope [accuracy | cpu | gpu]
+
+accuracy, anywhere: what each arithmetic gets wrong at positions 0 to a million. cpu: a training step with our tables
+against plain cached cosines. gpu (the default; needs one): microseconds and share of a device copy's speed, by
+CUDA-graph replays over buffers that outgrow the L2 cache, medians, one process; rows go to results/rope_kernel.csv.
+"""
+
+import csv
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels import phase, rope, rope_packed, rope_torch
+
+BASE = 10000.0
+# (B, T, H, G, D, R): R rotary dimensions
+SHAPES = [
+    (8, 2048, 16, 16, 128, 128), (8, 2048, 16, 4, 128, 128), (1, 8192, 16, 16, 128, 128), (1, 32768, 16, 16, 128, 128),
+    (16, 512, 6, 6, 64, 64), (8, 2048, 16, 16, 128, 64), (8, 2048, 16, 16, 96, 96),
+]  # fmt: skip
+
+
+def frequencies(R: int) -> Tensor:
+    return BASE ** (-torch.arange(0, R, 2, dtype=torch.float64) / R)
+
+
+# ---- accuracy ----
+
+
+def tables(positions: Tensor, R: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin as the peers make them: float32 frequencies times float32 positions, then cast."""
+    angle = positions.float()[:, None] * frequencies(R).float()
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def halves(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), dim=-1)
+
+
+def ours(x: Tensor, p: Tensor) -> Tensor:
+    x = x[None, :, None]
+    return rope_torch.rope(x, x, phase(frequencies(x.shape[-1])), p, 0, False, 1.0, None)[0][0, :, 0]
+
+
+def hugging_face(x: Tensor, p: Tensor) -> Tensor:
+    """transformers' own code: LlamaRotaryEmbedding and apply_rotary_pos_emb, in x's dtype."""
+    from transformers import LlamaConfig
+    from transformers.models.llama import modeling_llama as llama
+
+    D = x.shape[-1]
+    embedding = llama.LlamaRotaryEmbedding(LlamaConfig(hidden_size=D, num_attention_heads=1, head_dim=D))
+    cos, sin = embedding(x, p[None])
+    return llama.apply_rotary_pos_emb(x[None, None], x[None, None], cos, sin)[0][0, 0]
+
+
+def liger(x: Tensor, p: Tensor) -> Tensor:
+    """Its kernel multiplies in the tables' dtype, which is the model's: one product rounded, the other fused."""
+    c, s = tables(p, x.shape[-1], x.dtype)
+    x1, x2 = x.chunk(2, dim=-1)
+    a = ((x1 * c).double() - x2.double() * s.double(), (x2 * c).double() + x1.double() * s.double())
+    return torch.cat(a, dim=-1).to(x.dtype)
+
+
+def flash_attention(x: Tensor, p: Tensor) -> Tensor:
+    """Its module keeps the tables in the model's dtype; its kernel computes in float32 and rounds once."""
+    c, s = (t.float() for t in tables(p, x.shape[-1], x.dtype))
+    return halves(x.float(), c, s).to(x.dtype)
+
+
+def complex_float32(x: Tensor, p: Tensor) -> Tensor:
+    """Complex multiplication with float32 angles (on split pairs), in float32, rounded once."""
+    c, s = tables(p, x.shape[-1], torch.float32)
+    return halves(x.float(), c, s).to(x.dtype)
+
+
+ARITHMETIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "ours": ours,
+    "Hugging Face": hugging_face,
+    "Liger (emulated)": liger,
+    "FlashAttention (emulated)": flash_attention,
+    "float32 angles": complex_float32,
+}
+
+
+def accuracy() -> list[dict]:
+    """Rows of {arithmetic, position, error, rms, wrong}: against float64 with exact angles; D = 128, 512 tokens."""
+    D, T, rows = 128, 512, []
+    x = torch.randn(T, D, generator=torch.Generator().manual_seed(0))
+    for name, turn in ARITHMETIC.items():
+        for start in (0, 8192, 131_072, 1_000_000):
+            p = torch.arange(T) + start
+            angle = p.double()[:, None] * frequencies(D)
+            try:
+                in_float32 = turn(x, p).double() - halves(x.double(), angle.cos(), angle.sin())
+                rounded = halves(x.bfloat16().double(), angle.cos(), angle.sin()).bfloat16()
+                wrong = (turn(x.bfloat16(), p) != rounded).double().mean().item()
+            except ImportError as e:
+                print(f"{name}: skipped ({e})")
+                break
+            rows.append({"arithmetic": name, "position": start, "error": in_float32.abs().max().item(),
+                         "rms": in_float32.square().mean().sqrt().item(), "wrong": wrong})  # fmt: skip
+    return rows
+
+
+def print_accuracy() -> None:
+    print("float32: largest error of the result (inputs of variance 1); bfloat16: share of results not rounded rightly")
+    print(f"{'':28}{'position':>10}{'largest':>12}{'rms':>12}{'wrongly rounded':>18}")
+    for r in accuracy():
+        print(
+            f"{r['arithmetic']:<28}{r['position']:>10}{r['error']:>12.1e}{r['rms']:>12.1e}{100 * r['wrong']:>17.3f} %"
+        )
+
+
+# ---- a CPU's training step ----
+
+
+def cpu() -> None:
+    """Our tables, made from integer phases in every step, against float32 cosines made once: nano's training step."""
+    from model import gpt
+    from tests.bench_step import our_step
+    from tests.conftest import train_settings
+
+    cfg = train_settings()
+    exact = our_step(cfg, compiled=False)
+    prepare = gpt.encodings.load("model.pos", "rope", "build").prepare
+    cached: dict = {}
+
+    def plain(self, positions: Tensor, scaled):
+        if "tables" not in cached:
+            cached["tables"] = prepare(self, positions, scaled)
+        return cached["tables"]
+
+    times: dict[str, list[float]] = {"exact phases": [], "cached cosines": []}
+    kind = type(gpt.build_encoding(cfg))
+    for round_ in range(12):
+        for name, hook in (("exact phases", prepare), ("cached cosines", plain)):
+            kind.prepare = hook
+            for _ in range(5):
+                began = time.perf_counter()
+                exact()
+                if round_ >= 2:
+                    times[name].append(time.perf_counter() - began)
+    kind.prepare = prepare
+    medians = {k: 1e3 * statistics.median(v) for k, v in times.items()}
+    for name, ms in medians.items():
+        print(f"{name:<16}{ms:8.2f} ms a step")
+    print(f"ratio {medians['exact phases'] / medians['cached cosines']:.3f}")
+
+
+# ---- a GPU ----
+
+
+def microseconds(calls: list[Callable[[], object]], replays: int = 30) -> float:
+    """The median time of one call, by replays of a CUDA graph of all of them (each on buffers of its own)."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2] * 2:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / len(calls))
+    del kept
+    return statistics.median(times)
+
+
+def peers(R: int, T: int, device: str) -> dict[str, Callable[[Tensor, Tensor], tuple]]:
+    """name -> function of q, k [B, T, heads, D]; those whose package is not installed are left out, in words."""
+    f = phase(frequencies(R)).to(device)
+    cos, sin = (t.to(device) for t in tables(torch.arange(T), R, torch.bfloat16))
+    full = torch.cat((cos, cos), -1)[None], torch.cat((sin, sin), -1)[None]
+    found: dict[str, Callable] = {
+        "ours": lambda q, k: rope(q, k, f),
+        "ours, interleaved": lambda q, k: rope(q, k, f, interleaved=True),
+        "torch.compile(ours in torch)": torch.compile(
+            lambda q, k: rope_torch.rope(q, k, f, None, 0, False, 1.0, None), dynamic=False
+        ),
+    }
+
+    def add(name: str, make: Callable[[], Callable]) -> None:
+        try:
+            found[name] = make()
+        except Exception as e:
+            print(f"{name}: skipped ({type(e).__name__}: {e})")
+
+    def hf() -> Callable:
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as apply
+
+        return lambda q, k: apply(q.transpose(1, 2), k.transpose(1, 2), *full)
+
+    def by_liger() -> Callable:
+        from liger_kernel.ops.rope import LigerRopeFunction
+
+        # It turns its input in place where that is contiguous in its layout; a copy keeps the rounds alike.
+        return lambda q, k: LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), *full)
+
+    def by_flash() -> Callable:
+        from flash_attn.ops.triton.rotary import apply_rotary
+
+        return lambda q, k: (apply_rotary(q, cos, sin), apply_rotary(k, cos, sin))
+
+    def by_fla() -> Callable:
+        from fla.modules.rotary import rotary_embedding
+
+        return lambda q, k: (rotary_embedding(q, cos, sin), rotary_embedding(k, cos, sin))
+
+    add("Hugging Face, eager", hf)
+    add("torch.compile(Hugging Face)", lambda: torch.compile(hf(), dynamic=False))
+    add("liger-kernel", by_liger)
+    add("flash-attn, Triton", by_flash)
+    add("fla-core", by_fla)
+    return found
+
+
+def gpu() -> None:
+    if not torch.cuda.is_available():
+        raise ValueError("bench_rope gpu: needs a CUDA GPU; `accuracy` and `cpu` run without one")
+    device, name = "cuda", torch.cuda.get_device_name()
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    import triton
+
+    about = {"gpu": name, "driver": driver, "torch": torch.__version__, "triton": triton.__version__,
+             "python": platform.python_version(), "commit": git}  # fmt: skip
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    rows: list[dict] = []
+    for shape in SHAPES:
+        B, T, H, G, D, R = shape
+        size = 2 * B * T * (H + G) * D  # bytes of q and k
+        buffers = max(2, min(64, -(-3 * l2 // size)))
+        packed = [torch.randn(B, T, H + 2 * G, D, device=device, dtype=torch.bfloat16) for _ in range(buffers)]
+        views = [x.split((H, G, G), dim=2)[:2] for x in packed]
+        loose = [tuple(t.contiguous() for t in pair) for pair in views]
+        outs = [tuple(torch.empty_like(t) for t in pair) for pair in loose]
+
+        def copying(a: tuple, b: tuple) -> Callable[[], object]:
+            return lambda: [y.copy_(x) for x, y in zip(a, b, strict=True)]
+
+        copy_us = microseconds([copying(a, b) for a, b in zip(loose, outs, strict=True)])
+
+        def note(what: str, layout: str, direction: str, passes: float, calls: list, shape=shape, size=size,
+                 copy_us=copy_us) -> None:  # fmt: skip
+            """Time calls, that read and write q and k `passes` times over, and keep and print the row."""
+            try:
+                us = microseconds(calls)
+            except Exception as e:
+                print(f"{what}, {layout}, {direction}: failed ({type(e).__name__}: {str(e).splitlines()[0][:80]})")
+                return
+            row = {"shape": json.dumps(shape), "what": what, "layout": layout, "direction": direction, "us": us,
+                   "gb_s": 2e-3 * size * passes / us, "of_copy": passes * copy_us / us}  # fmt: skip
+            rows.append({**about, **row})
+            print(f"{row['shape']:<30}{what:<30}{layout:<14}{direction:<18}{us:>9.1f} us{row['gb_s']:>8.0f} GB/s"
+                  f"{100 * row['of_copy']:>7.1f} % of copy", flush=True)  # fmt: skip
+
+        note("device copy", "contiguous", "forward", 1, [copying(a, b) for a, b in zip(loose, outs, strict=True)])
+        f = phase(frequencies(R)).to(device)
+        for what, turn in peers(R, T, device).items():
+            if D != R and not what.startswith(("ours", "torch.compile(ours")):
+                continue
+            for layout, inputs in (("contiguous", loose), ("packed views", views)):
+                for direction, passes in (("forward", 1), ("forward+backward", 2)):
+                    note(what, layout, direction, passes, [step(turn, q, k, direction) for q, k in inputs])
+        # The packed gradient holds v's as well: H + 2 G heads are written, and read, beside the H + G of the rotation.
+        wide = 1 + (H + 2 * G) / (H + G)
+        for direction, passes in (("forward", 1), ("forward+backward", wide)):
+            note("ours, rope_packed", "packed", direction, passes, [step_packed(x, H, G, f, direction) for x in packed])
+
+        def normed(q: Tensor, k: Tensor, f=f) -> tuple[Tensor, Tensor]:
+            return rope(q, k, f, norm_eps=1e-6)
+
+        note("ours with QK-norm", "contiguous", "forward", 1, [step(normed, q, k, "forward") for q, k in loose])
+        del packed, views, loose, outs
+        torch.cuda.empty_cache()
+    path = Path("results/rope_kernel.csv")
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        if new:
+            table.writeheader()
+        table.writerows(rows)
+    print(f"{len(rows)} rows appended to {path}")
+
+
+def step(turn: Callable, q: Tensor, k: Tensor, direction: str) -> Callable[[], object]:
+    if direction == "forward":
+        return lambda: turn(q.detach(), k.detach())
+
+    def both() -> object:
+        a, b = q.detach().requires_grad_(), k.detach().requires_grad_()
+        y = turn(a, b)
+        return torch.autograd.grad(y, (a, b), [t.detach() for t in y])
+
+    return both
+
+
+def step_packed(x: Tensor, H: int, G: int, f: Tensor, direction: str) -> Callable[[], object]:
+    if direction == "forward":
+        return lambda: rope_packed(x.detach(), H, G, f)
+
+    def both() -> object:
+        a = x.detach().requires_grad_()
+        y = rope_packed(a, H, G, f)
+        return torch.autograd.grad(y, a, [t.detach() for t in y])
+
+    return both
+
+
+if __name__ == "__main__":
+    try:
+        what = sys.argv[1] if len(sys.argv) > 1 else "gpu"
+        if what not in ("accuracy", "cpu", "gpu"):
+            raise ValueError(f"bench_rope {what}: must be accuracy, cpu or gpu")
+        {"accuracy": print_accuracy, "cpu": cpu, "gpu": gpu}[what]()
+    except ValueError as e:
+        sys.exit(f"error: {e}")
