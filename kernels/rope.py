@@ -103,7 +103,8 @@ def check(q: Tensor, k: Tensor, phase: Tensor, positions: Tensor | None) -> None
 
     for name, x in (("q", q), ("k", k)):
         need(x.dim() == 4, f"{name}.shape", tuple(x.shape), "[B, T, heads, D]")
-        need(x.is_floating_point() and x.dtype != torch.float8_e4m3fn, f"{name}.dtype", x.dtype, "a float type")
+        ok = x.dtype in (*DTYPES, torch.float64)
+        need(ok, f"{name}.dtype", x.dtype, "float32, float16 or bfloat16 (float64 in plain torch)")
     right = f"[{q.shape[0]}, {q.shape[1]}, heads, {q.shape[3]}] as q is"
     need(k.shape[:2] == q.shape[:2] and k.shape[3] == q.shape[3], "k.shape", tuple(k.shape), right)
     need(k.dtype == q.dtype, "k.dtype", k.dtype, f"{q.dtype} as q's")

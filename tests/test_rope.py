@@ -406,7 +406,7 @@ def test_bad_input_is_one_line():
         ((q[0], k, f), r"q\.shape=\(17, 4, 64\): must be \[B, T, heads, D\]"),
         ((q, k[:, :5], f), r"k\.shape=\(2, 5, 2, 64\): must be \[2, 17, heads, 64\]"),
         ((q, k.half(), f), r"k\.dtype=torch\.float16: must be torch\.float32 as q's"),
-        ((q.int(), k.int(), f), r"q\.dtype=torch\.int32: must be a float type"),
+        ((q.int(), k.int(), f), r"q\.dtype=torch\.int32: must be float32, float16 or bfloat16"),
         ((q, k, f.float()), r"phase=torch\.float32 .*: must be int64 \[P\]"),
         ((q, k, torch.cat((f, f))), r"len\(phase\)=64: must be from 1 to D / 2 = 32"),
         ((q, k, f[:0]), r"len\(phase\)=0"),
