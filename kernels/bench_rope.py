@@ -6,7 +6,9 @@ CUDA-graph replays over buffers that outgrow the L2 cache, medians, one process;
 """
 
 import csv
+import importlib.util
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -212,7 +214,14 @@ def peers(R: int, T: int, device: str) -> dict[str, Callable[[Tensor, Tensor], t
         return lambda q, k: LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), *full)
 
     def by_flash() -> Callable:
-        from flash_attn.ops.triton.rotary import apply_rotary
+        # FLASH_ROTARY=PATH takes flash_attn/ops/triton/rotary.py out of an unpacked sdist: building it takes hours
+        if path := os.environ.get("FLASH_ROTARY"):
+            spec = importlib.util.spec_from_file_location("flash_rotary", path)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            apply_rotary = module.apply_rotary
+        else:
+            from flash_attn.ops.triton.rotary import apply_rotary
 
         return lambda q, k: (apply_rotary(q, cos, sin), apply_rotary(k, cos, sin))
 
@@ -227,6 +236,19 @@ def peers(R: int, T: int, device: str) -> dict[str, Callable[[Tensor, Tensor], t
     add("flash-attn, Triton", by_flash)
     add("fla-core", by_fla)
     return found
+
+
+def errors(turn: Callable, H: int, G: int, D: int, R: int, interleaved: bool, device: str) -> tuple[float, float]:
+    """(largest error, share not rounded rightly) of turn in bfloat16 at positions 0 .. 511, against float64."""
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 512, N, D, generator=g).bfloat16() for N in (H, G))
+    y = turn(q.to(device), k.to(device))[0].cpu()
+    y = y if y.shape == q.shape else y.transpose(1, 2)  # some have heads before tokens
+    angle = (torch.arange(512).double()[:, None] * frequencies(R))[:, None]
+    order = torch.arange(R).view(R // 2, 2).T.reshape(-1) if interleaved else torch.arange(R)
+    want = halves(q[..., order].double(), angle.cos(), angle.sin())
+    got = y[..., order]
+    return (got.double() - want).abs().max().item(), (got != want.bfloat16()).double().mean().item()
 
 
 def gpu() -> None:
@@ -256,8 +278,8 @@ def gpu() -> None:
 
         copy_us = microseconds([copying(a, b) for a, b in zip(loose, outs, strict=True)])
 
-        def note(what: str, layout: str, direction: str, passes: float, calls: list, shape=shape, size=size,
-                 copy_us=copy_us) -> None:  # fmt: skip
+        def note(what: str, layout: str, direction: str, passes: float, calls: list, error=(None, None), shape=shape,
+                 size=size, copy_us=copy_us) -> None:  # fmt: skip
             """Time calls, that read and write q and k `passes` times over, and keep and print the row."""
             try:
                 us = microseconds(calls)
@@ -265,7 +287,8 @@ def gpu() -> None:
                 print(f"{what}, {layout}, {direction}: failed ({type(e).__name__}: {str(e).splitlines()[0][:80]})")
                 return
             row = {"shape": json.dumps(shape), "what": what, "layout": layout, "direction": direction, "us": us,
-                   "gb_s": 2e-3 * size * passes / us, "of_copy": passes * copy_us / us}  # fmt: skip
+                   "gb_s": 2e-3 * size * passes / us, "of_copy": passes * copy_us / us,
+                   "largest_error": error[0], "wrongly_rounded": error[1]}  # fmt: skip
             rows.append({**about, **row})
             print(f"{row['shape']:<30}{what:<30}{layout:<14}{direction:<18}{us:>9.1f} us{row['gb_s']:>8.0f} GB/s"
                   f"{100 * row['of_copy']:>7.1f} % of copy", flush=True)  # fmt: skip
@@ -275,9 +298,14 @@ def gpu() -> None:
         for what, turn in peers(R, T, device).items():
             if D != R and not what.startswith(("ours", "torch.compile(ours")):
                 continue
+            try:
+                error = errors(peers(R, 512, device)[what], H, G, D, R, "interleaved" in what, device)
+            except Exception as e:
+                print(f"{what}: its errors could not be measured ({type(e).__name__})")
+                error = (None, None)
             for layout, inputs in (("contiguous", loose), ("packed views", views)):
                 for direction, passes in (("forward", 1), ("forward+backward", 2)):
-                    note(what, layout, direction, passes, [step(turn, q, k, direction) for q, k in inputs])
+                    note(what, layout, direction, passes, [step(turn, q, k, direction) for q, k in inputs], error)
         # The packed gradient holds v's as well: H + 2 G heads are written, and read, beside the H + G of the rotation.
         wide = 1 + (H + 2 * G) / (H + G)
         for direction, passes in (("forward", 1), ("forward+backward", wide)):

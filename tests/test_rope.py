@@ -518,6 +518,19 @@ def test_accuracy_table():
     assert rows["float32 angles", 10**6]["error"] > 1e-2
 
 
+def test_the_benchmarks_own_error_figures(monkeypatch):
+    """By the torch path, since the interpreter truncates: ours in both layouts, Hugging Face's with bfloat16 tables."""
+    from kernels import bench_rope
+
+    monkeypatch.setattr(op, "kernel", "torch")
+    turns = bench_rope.peers(64, 512, "cpu")
+    for name in ("ours", "ours, interleaved"):
+        _, wrong = bench_rope.errors(turns[name], 2, 1, 64, 64, "interleaved" in name, "cpu")
+        assert wrong < 5e-4
+    if "Hugging Face, eager" in turns:
+        assert bench_rope.errors(turns["Hugging Face, eager"], 2, 1, 64, 64, False, "cpu")[1] > 0.2
+
+
 def test_benchmark_without_a_gpu_says_so():
     done = command("-m=kernels.bench_rope", cwd=ROOT)
     if not torch.cuda.is_available():
