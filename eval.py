@@ -23,7 +23,9 @@ from tqdm import tqdm
 import compare
 import kernels
 import report
-from conf.schema import EvalConfig, TrainConfig, entry, eval_config, one_line_errors, usual
+from conf.errors import entry, one_line_errors
+from conf.registry import usual
+from conf.schema import EvalConfig, TrainConfig, eval_config
 from data import tokens
 from model import checkpoint, gpt, protocols, runtime, scaling
 from model.scaling import Unfit

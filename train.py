@@ -17,7 +17,8 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 import kernels
-from conf.schema import OptimConfig, TrainConfig, differences, entry, one_line_errors, train_config
+from conf.errors import entry, one_line_errors
+from conf.schema import OptimConfig, TrainConfig, differences, train_config
 from data import tokens
 from model import checkpoint, gpt, positions, runtime
 from studies import spectrum

@@ -1,29 +1,20 @@
 """Types and ranges of every setting. YAML holds the values; past `main` the code sees these dataclasses only.
 
-The knobs of an encoding, a scaling method or a corpus are typed by its own function's signature: see `call`.
+The knobs of an encoding, a scaling method or a corpus are typed by its own function's signature: conf/registry.py.
 """
 
-import functools
-import importlib
-import inspect
-import os
 import re
-import sys
-import types
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
-from hydra._internal import utils as hydra_utils
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-ROOT = Path(__file__).parent.parent
+from conf.errors import check, one_line
+from conf.registry import choices
 
 
 @dataclass
@@ -122,11 +113,6 @@ store.store(name="train_schema", node=TrainConfig)
 store.store(name="eval_schema", node=EvalConfig)
 
 
-def check(ok: bool, setting: str, value: Any, right: str) -> None:
-    if not ok:
-        raise ValueError(f"{setting}={value}: must be {right}")
-
-
 def train_config(cfg: DictConfig) -> TrainConfig:
     c: TrainConfig = _to_object(cfg, TrainConfig)
     for key in ("ctx", "batch_tokens", "micro_tokens", "steps", "save_every", "log_every", "val_every", "val_windows"):
@@ -195,11 +181,6 @@ def names(value: Any, setting: str, group: str) -> list[str]:
     return value
 
 
-def usual(group: str, name: str) -> dict:
-    """The settings that conf/GROUP/NAME.yaml gives."""
-    return typing.cast(dict, OmegaConf.to_object(OmegaConf.load(ROOT / "conf" / group / f"{name}.yaml")))
-
-
 def from_dict(plain: dict) -> TrainConfig:
     """A TrainConfig as a checkpoint or a run's config.json holds it. ValueError if it is something else."""
     try:
@@ -260,98 +241,3 @@ def _default_name(c: TrainConfig) -> str:
             settings.append(key.rpartition(".")[2] + value)
     name = "-".join([c.init or hydra.runtime.choices["pos"], *groups, *settings])
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("_")
-
-
-# ---- encodings, scaling methods and corpora by name ----
-
-
-def choices(group: str) -> list[str]:
-    """The names that GROUP=... takes: the files of conf/GROUP."""
-    return sorted(p.stem for p in (ROOT / "conf" / group).glob("*.yaml"))
-
-
-def load(package: str, kind: Any, attribute: str) -> Any:
-    """The attribute that PACKAGE/KIND.py must define: a file name is the whole registry."""
-    group = package.rpartition(".")[2]
-    if isinstance(kind, str) and kind.isidentifier():
-        name = f"{package}.{kind}"
-        try:
-            return getattr(importlib.import_module(name), attribute)
-        except ModuleNotFoundError as e:
-            if e.name != name:
-                raise
-        except AttributeError:
-            pass
-    raise ValueError(f"{group}.kind={kind}: no {package.replace('.', '/')}/{kind}.py that defines `{attribute}`")
-
-
-def call(function: Callable, knobs: dict[str, Any], group: str, *args: Any) -> Any:
-    """function(*args, **knobs without `kind`), each knob checked against the parameter's type."""
-    signature = inspect.signature(function)
-    hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
-    own = list(signature.parameters)[len(args) :]
-    given = {k: v for k, v in knobs.items() if k != "kind"}
-    for key, value in given.items():
-        if key not in own:
-            raise ValueError(
-                f"{group}.{key}={value}: no such setting of {group}={knobs.get('kind')}, "
-                f"which has {', '.join(own) or 'none'}"
-            )
-        if not _is(value, hints.get(key, Any)):
-            expected = str(getattr(hints[key], "__name__", hints[key]))
-            raise ValueError(f"{group}.{key}={value}: must be of type {expected}")
-    for key in own:
-        if key not in given and signature.parameters[key].default is inspect.Parameter.empty:
-            raise ValueError(f"{group}.{key}: must be given a value")
-    return function(*args, **given)
-
-
-def _is(value: Any, hint: Any) -> bool:
-    if hint is Any:
-        return True
-    if isinstance(hint, types.UnionType):
-        return any(_is(value, h) for h in hint.__args__)
-    if hint is float:  # 10000 is a fine float, True is not
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, typing.get_origin(hint) or hint)
-
-
-# ---- errors in one line ----
-
-
-def one_line(e: BaseException) -> str:
-    """Hydra's and OmegaConf's messages span lines; their first lines say it all."""
-    text = str(e) if e.__cause__ is None or not isinstance(e, HydraException) else f"{e}: {e.__cause__}"
-    text = re.sub(r"\n\s*(full_key|object_type|reference_type)[^\n]*", "", text)
-    text = re.sub(r"\n\s*Set the environment variable HYDRA_FULL_ERROR[^\n]*", "", text)
-    text = re.sub(r"\s*Config search path:.*", "", text, flags=re.S)
-    text = re.sub(r"\nSee https?://[^\n]*", "", text)
-    return re.sub(r"\s+", " ", text.replace("\n\t", ", ").replace(":, ", ": ")).strip()
-
-
-USERS_MISTAKES = (ValueError, OSError, HydraException, OmegaConfBaseException)
-
-
-def one_line_errors(function: Callable) -> Callable:
-    """A user's mistake inside function becomes one clear line and exit code 1. HYDRA_FULL_ERROR=1 shows all."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except USERS_MISTAKES as e:
-            if os.environ.get("HYDRA_FULL_ERROR") == "1":
-                raise
-            sys.exit(f"error: {one_line(e)}")
-        except KeyboardInterrupt:
-            sys.exit(130)
-
-    return wrapped
-
-
-def entry(main: Callable[[], None]) -> None:
-    """Run a Hydra main; the mistakes that Hydra itself finds become one line, too."""
-    hydra_utils.run_and_report = one_line_errors(lambda function: function())  # it would print many lines
-    main()

@@ -1,54 +1,100 @@
-"""Key-value recall: a task whose answer stands somewhere in the context and nowhere else.
+"""Recall in real text: the default corpus, with notes between its lines, most of which were said before.
 
-A document draws a four-digit number for each of some letters, then says letters in random order, each followed by its
-number: `c4093q0071c4093...`. The number after a letter that has been said before is certain; after a new one it is
-anyone's guess. (After the associative recall of Arora et al. 2023, arXiv 2312.04927, whose values are single tokens: of
-those our small models learned nothing in 5M tokens.) Needs data.tokenizer=bytes: one byte, one token.
+A note is a comment, `# K a f z c`: capital letters, then small ones. The small letters are drawn when a note is first
+said, so they can be known from its earlier saying and from nothing else. Notes alone are not learned by small models in
+minutes (nothing but their recall is to be gained from looking back); among real code they are, since code teaches it.
+After passkey retrieval (Mohtashami and Jaggi 2023, arXiv 2305.16300), with the notes in training as well.
 """
 
+import hashlib
 import random
+import re
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-LETTERS, DIGITS = string.ascii_letters, string.digits
-SIZES = (2, 4, 8, 16, 32, 52)  # letters that a document uses
-CHANCE = 1 / len(DIGITS)
-ANSWER = 4  # tokens of a number
+from data import sympy
 
-
-def numbers(rng: random.Random, letters: str | list[str]) -> dict[str, str]:
-    return {letter: "".join(rng.choices(DIGITS, k=ANSWER)) for letter in letters}
+CHANCE = 1 / 26
+NOTE = re.compile(r"# ([A-Z] )+[a-z]( [a-z])*")
 
 
-def fingerprint(documents: int, length: int) -> dict:
-    sample = "".join(text for _, text in _texts(4, length))  # so that a change of the generator is another corpus
-    return {"corpus": "recall", "documents": documents, "length": length, "sample": sample}
+class Notes:
+    """Notes that are alive: at most `size`, each said again with equal chance until it is replaced."""
+
+    def __init__(self, rng: random.Random, size: int, key: int, answer: int, never: str = ""):
+        self.rng, self.size, self.key, self.answer = rng, size, key, answer
+        self.capitals = [c for c in string.ascii_uppercase if c != never]
+        self.alive: dict[str, str] = {}
+
+    def new(self, first: str | None = None) -> str:
+        """A new note. first: its first capital; None draws it."""
+        key = [first or self.rng.choice(self.capitals), *self.rng.choices(self.capitals, k=self.key - 1)]
+        letters = self.rng.choices(string.ascii_lowercase, k=self.answer)
+        return " ".join(["#", *key, *letters])
+
+    def say(self) -> str:
+        if len(self.alive) < self.size or self.rng.random() < 0.2:
+            while len(self.alive) >= self.size:
+                self.alive.pop(self.rng.choice(sorted(self.alive)))
+            note = self.new()
+            self.alive[note[2 : 2 + 2 * self.key]] = note
+        return self.alive[self.rng.choice(sorted(self.alive))]
 
 
-def _texts(count: int, length: int, kind: str = "") -> Iterator[tuple[str, str]]:
-    for i in range(count):
-        rng = random.Random(f"recall {kind}{i}")
-        letters = rng.sample(LETTERS, rng.choice(SIZES))
-        number = numbers(rng, letters)
-        yield f"{i:06}", "".join(x + number[x] for x in rng.choices(letters, k=length // 5 + 1))[:length]
+def interleave(lines: list[str], rng: random.Random, notes: Notes) -> str:
+    """lines, about every second one followed by a note."""
+    return "".join(f"{x}\n{notes.say()}\n" if rng.random() < 0.5 else f"{x}\n" for x in lines)
 
 
-def documents(documents: int, length: int) -> Iterator[tuple[str, str]]:
-    """length: bytes of each. Short ones, and many, or the model learns them by heart; and 96 of 16 KiB, a third of
-    which will be held out, so that long contexts can be read."""
-    yield from _texts(documents, length)
-    yield from ((f"long-{name}", text) for name, text in _texts(96, 16384, "long "))
+def annotate(lines: list[str], rng: random.Random, key: int, answer: int) -> str:
+    """lines with notes between them; how many are alive changes every 64 lines."""
+    notes = Notes(rng, 1, key, answer)
+    text = ""
+    for i in range(0, len(lines), 64):
+        notes.size = rng.choice((1, 2, 4, 8, 16))
+        text += interleave(lines[i : i + 64], rng, notes)
+    return text
 
 
-def probe(length: int, distance: int, seed: int) -> str:
-    """A text of length + ANSWER bytes whose last four are a number that was said about `distance` bytes before (its
-    letter stands distance rounded down to a multiple of 5 before the last one).
+def fingerprint(key: int, answer: int) -> dict:
+    """key, answer: letters of each note."""
+    if not (1 <= key <= 16 and 1 <= answer <= 64):
+        raise ValueError(f"data.key={key}, data.answer={answer}: must be 1 to 16 and 1 to 64 letters")
+    sample = annotate(["x"] * 256, random.Random("recall"), key, answer)  # another generator, another corpus
+    return {"corpus": "recall", "of": sympy.SHA256, "sample": hashlib.sha256(sample.encode()).hexdigest()}
 
-    Its letter does not occur elsewhere, so no other place gives it away. distance: at least 5, at most length - 5.
+
+def documents(key: int, answer: int) -> Iterator[tuple[str, str]]:
+    for name, text in sympy.documents():
+        yield name, annotate(text.splitlines(), random.Random(f"recall {name}"), key, answer)
+
+
+def probe(
+    texts: list[str], encode: Callable[[str], list[int]], n: int, distance: int, seed: int, key: int, answer: int
+) -> list[int]:
+    """n + 1 tokens whose last `answer` are those of a note first said `distance` tokens before, and not in between.
+
+    texts: documents to take lines from, their own notes left out; eight other notes are said between the lines.
+    distance: more than a note's own length.
     """
     rng = random.Random(f"probe {seed}")
-    key, *others = rng.sample(LETTERS, len(LETTERS))
-    number = numbers(rng, LETTERS)
-    said = rng.choices(others, k=length // 5 + 1)
-    said[-(distance // 5)] = key
-    return ("".join(x + number[x] for x in said) + key + number[key])[-length - ANSWER :]
+    first = rng.choice(string.ascii_uppercase)
+    others = Notes(rng, 8, key, answer, never=first)
+    lines = [x for x in rng.choice(texts).splitlines() if not NOTE.fullmatch(x)]
+    at = rng.randrange(len(lines))
+
+    def filler(count: int) -> list[int]:
+        nonlocal at
+        tokens: list[int] = []
+        while len(tokens) < count:
+            part = [*lines[at : at + 16], *lines[: max(0, at + 16 - len(lines))]]
+            at = (at + 16) % len(lines)
+            tokens += encode(interleave(part, rng, others))
+        return tokens[len(tokens) - count :]
+
+    note = others.new(first)
+    said = encode(note + "\n")
+    if len(said) != 2 + key + answer:
+        raise ValueError("data.tokenizer: must give one token to each letter of a note: bpe with a larger vocab_size")
+    between = filler(distance - len(said))
+    return [*filler(n), *said, *between, *said[:-1]][-n - 1 :]

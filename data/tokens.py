@@ -17,7 +17,7 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from conf.schema import call, load
+from conf.registry import call, load
 from data import tokenizer
 
 FORMAT = 1  # of the files; raise it when they change

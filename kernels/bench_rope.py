@@ -1,8 +1,9 @@
 """The rotary op beside its peers: python -m kernels.bench_rope [accuracy | cpu | gpu]
 
-accuracy, anywhere: what each arithmetic gets wrong at positions 0 to a million. cpu: a training step with our tables
-against plain cached cosines. gpu (the default; needs one): microseconds and share of a device copy's speed, by
-CUDA-graph replays over buffers that outgrow the L2 cache, medians, one process; rows go to results/rope_kernel.csv.
+accuracy, anywhere: what each arithmetic gets wrong at positions 0 to a million (kernels/accuracy.py). cpu: a training
+step with our tables against plain cached cosines. gpu (the default; needs one): microseconds and share of a device
+copy's speed, by CUDA-graph replays over buffers that outgrow the L2 cache (and, beside it, over one that stays in it),
+peak memory, errors; medians, one process; rows go to results/rope_kernel.csv.
 """
 
 import csv
@@ -21,105 +22,13 @@ import torch
 from torch import Tensor
 
 from kernels import phase, rope, rope_packed, rope_torch
+from kernels.accuracy import frequencies, halves, print_accuracy, tables
 
-BASE = 10000.0
 # (B, T, H, G, D, R): R rotary dimensions
 SHAPES = [
     (8, 2048, 16, 16, 128, 128), (8, 2048, 16, 4, 128, 128), (1, 8192, 16, 16, 128, 128), (1, 32768, 16, 16, 128, 128),
     (16, 512, 6, 6, 64, 64), (8, 2048, 16, 16, 128, 64), (8, 2048, 16, 16, 96, 96),
 ]  # fmt: skip
-
-
-def frequencies(R: int) -> Tensor:
-    return BASE ** (-torch.arange(0, R, 2, dtype=torch.float64) / R)
-
-
-# ---- accuracy ----
-
-
-def tables(positions: Tensor, R: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin as the peers make them: float32 frequencies times float32 positions, then cast."""
-    angle = positions.float()[:, None] * frequencies(R).float()
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def halves(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), dim=-1)
-
-
-def ours(x: Tensor, p: Tensor) -> Tensor:
-    x = x[None, :, None]
-    return rope_torch.rope(x, x, phase(frequencies(x.shape[-1])), p, 0, False, 1.0, None)[0][0, :, 0]
-
-
-def hugging_face(x: Tensor, p: Tensor) -> Tensor:
-    """transformers' own code: LlamaRotaryEmbedding and apply_rotary_pos_emb, in x's dtype."""
-    from transformers import LlamaConfig
-    from transformers.models.llama import modeling_llama as llama
-
-    D = x.shape[-1]
-    embedding = llama.LlamaRotaryEmbedding(LlamaConfig(hidden_size=D, num_attention_heads=1, head_dim=D))
-    cos, sin = embedding(x, p[None])
-    return llama.apply_rotary_pos_emb(x[None, None], x[None, None], cos, sin)[0][0, 0]
-
-
-def liger(x: Tensor, p: Tensor) -> Tensor:
-    """Its kernel multiplies in the tables' dtype, which is the model's: one product rounded, the other fused."""
-    c, s = tables(p, x.shape[-1], x.dtype)
-    x1, x2 = x.chunk(2, dim=-1)
-    a = ((x1 * c).double() - x2.double() * s.double(), (x2 * c).double() + x1.double() * s.double())
-    return torch.cat(a, dim=-1).to(x.dtype)
-
-
-def flash_attention(x: Tensor, p: Tensor) -> Tensor:
-    """Its module keeps the tables in the model's dtype; its kernel computes in float32 and rounds once."""
-    c, s = (t.float() for t in tables(p, x.shape[-1], x.dtype))
-    return halves(x.float(), c, s).to(x.dtype)
-
-
-def complex_float32(x: Tensor, p: Tensor) -> Tensor:
-    """Complex multiplication with float32 angles (on split pairs), in float32, rounded once."""
-    c, s = tables(p, x.shape[-1], torch.float32)
-    return halves(x.float(), c, s).to(x.dtype)
-
-
-ARITHMETIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "ours": ours,
-    "Hugging Face": hugging_face,
-    "Liger (emulated)": liger,
-    "FlashAttention (emulated)": flash_attention,
-    "float32 angles": complex_float32,
-}
-
-
-def accuracy() -> list[dict]:
-    """Rows of {arithmetic, position, error, rms, wrong}: against float64 with exact angles; D = 128, 512 tokens."""
-    D, T, rows = 128, 512, []
-    x = torch.randn(T, D, generator=torch.Generator().manual_seed(0))
-    for name, turn in ARITHMETIC.items():
-        for start in (0, 8192, 131_072, 1_000_000):
-            p = torch.arange(T) + start
-            angle = p.double()[:, None] * frequencies(D)
-            try:
-                in_float32 = turn(x, p).double() - halves(x.double(), angle.cos(), angle.sin())
-                rounded = halves(x.bfloat16().double(), angle.cos(), angle.sin()).bfloat16()
-                wrong = (turn(x.bfloat16(), p) != rounded).double().mean().item()
-            except ImportError as e:
-                print(f"{name}: skipped ({e})")
-                break
-            rows.append({"arithmetic": name, "position": start, "error": in_float32.abs().max().item(),
-                         "rms": in_float32.square().mean().sqrt().item(), "wrong": wrong})  # fmt: skip
-    return rows
-
-
-def print_accuracy() -> None:
-    print("float32: largest error of the result (inputs of variance 1); bfloat16: share of results not rounded rightly")
-    print(f"{'':28}{'position':>10}{'largest':>12}{'rms':>12}{'wrongly rounded':>18}")
-    for r in accuracy():
-        print(
-            f"{r['arithmetic']:<28}{r['position']:>10}{r['error']:>12.1e}{r['rms']:>12.1e}{100 * r['wrong']:>17.3f} %"
-        )
 
 
 # ---- a CPU's training step ----
@@ -183,17 +92,26 @@ def microseconds(calls: list[Callable[[], object]], replays: int = 30) -> float:
     return statistics.median(times)
 
 
-def peers(R: int, T: int, device: str) -> dict[str, Callable[[Tensor, Tensor], tuple]]:
-    """name -> function of q, k [B, T, heads, D]; those whose package is not installed are left out, in words."""
-    f = phase(frequencies(R)).to(device)
-    cos, sin = (t.to(device) for t in tables(torch.arange(T), R, torch.bfloat16))
+def peers(R: int, positions: Tensor, device: str) -> dict[str, Callable[[Tensor, Tensor], tuple]]:
+    """name -> function of q, k [B, T, heads, D] at positions [T]; what is not installed is left out, in words."""
+    f, T, first = phase(frequencies(R)).to(device), len(positions), int(positions[0])
+    cos, sin = (t.to(device) for t in tables(positions, R, torch.bfloat16))
     full = torch.cat((cos, cos), -1)[None], torch.cat((sin, sin), -1)[None]
+    turns = torch.polar(torch.ones(T, R // 2), positions.float()[:, None] * frequencies(R).float()).to(device)[:, None]
+
+    def by_complex(q: Tensor, k: Tensor) -> list[Tensor]:
+        return [
+            torch.view_as_real(torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * turns).flatten(-2).to(x.dtype)
+            for x in (q, k)
+        ]
+
     found: dict[str, Callable] = {
-        "ours": lambda q, k: rope(q, k, f),
-        "ours, interleaved": lambda q, k: rope(q, k, f, interleaved=True),
+        "ours": lambda q, k: rope(q, k, f, offset=first),
+        "ours, interleaved": lambda q, k: rope(q, k, f, offset=first, interleaved=True),
         "torch.compile(ours in torch)": torch.compile(
-            lambda q, k: rope_torch.rope(q, k, f, None, 0, False, 1.0, None), dynamic=False
+            lambda q, k: rope_torch.rope(q, k, f, None, first, False, 1.0, None), dynamic=False
         ),
+        "torch.compile(complex), interleaved": torch.compile(by_complex, dynamic=False),
     }
 
     def add(name: str, make: Callable[[], Callable]) -> None:
@@ -238,17 +156,33 @@ def peers(R: int, T: int, device: str) -> dict[str, Callable[[Tensor, Tensor], t
     return found
 
 
-def errors(turn: Callable, H: int, G: int, D: int, R: int, interleaved: bool, device: str) -> tuple[float, float]:
-    """(largest error, share not rounded rightly) of turn in bfloat16 at positions 0 .. 511, against float64."""
+def errors(
+    what: str, H: int, G: int, D: int, R: int, device: str, places: tuple[int, ...] = (0, 1_000_000)
+) -> tuple[float, ...]:
+    """(share not rounded rightly at the first place, largest error from each place on), in bfloat16 against float64."""
     g = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 512, N, D, generator=g).bfloat16() for N in (H, G))
-    y = turn(q.to(device), k.to(device))[0].cpu()
-    y = y if y.shape == q.shape else y.transpose(1, 2)  # some have heads before tokens
-    angle = (torch.arange(512).double()[:, None] * frequencies(R))[:, None]
-    order = torch.arange(R).view(R // 2, 2).T.reshape(-1) if interleaved else torch.arange(R)
-    want = halves(q[..., order].double(), angle.cos(), angle.sin())
-    got = y[..., order]
-    return (got.double() - want).abs().max().item(), (got != want.bfloat16()).double().mean().item()
+    order = torch.arange(R).view(R // 2, 2).T.reshape(-1) if "interleaved" in what else torch.arange(R)
+    wrong, largest = [], []
+    for place in places:
+        positions = torch.arange(512) + place
+        y = peers(R, positions, device)[what](q.to(device), k.to(device))[0].cpu()
+        y = y if y.shape == q.shape else y.transpose(1, 2)  # some have heads before tokens
+        angle = (positions.double()[:, None] * frequencies(R))[:, None]
+        want, got = halves(q[..., order].double(), angle.cos(), angle.sin()), y[..., order]
+        largest.append((got.double() - want).abs().max().item())
+        wrong.append((got != want.bfloat16()).double().mean().item())
+    return wrong[0], *largest
+
+
+def peak_megabytes(call: Callable[[], object]) -> float:
+    """What call allocates at most beside what was there, in MB."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
 def gpu() -> None:
@@ -259,6 +193,8 @@ def gpu() -> None:
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     import triton
+
+    from kernels.tile_copy import tile_copy
 
     about = {"gpu": name, "driver": driver, "torch": torch.__version__, "triton": triton.__version__,
              "python": platform.python_version(), "commit": git}  # fmt: skip
@@ -271,6 +207,7 @@ def gpu() -> None:
         packed = [torch.randn(B, T, H + 2 * G, D, device=device, dtype=torch.bfloat16) for _ in range(buffers)]
         views = [x.split((H, G, G), dim=2)[:2] for x in packed]
         loose = [tuple(t.contiguous() for t in pair) for pair in views]
+        headed = [tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in pair) for pair in views]
         outs = [tuple(torch.empty_like(t) for t in pair) for pair in loose]
 
         def copying(a: tuple, b: tuple) -> Callable[[], object]:
@@ -278,32 +215,36 @@ def gpu() -> None:
 
         copy_us = microseconds([copying(a, b) for a, b in zip(loose, outs, strict=True)])
 
-        def note(what: str, layout: str, direction: str, passes: float, calls: list, error=(None, None), shape=shape,
-                 size=size, copy_us=copy_us) -> None:  # fmt: skip
+        def note(what: str, layout: str, direction: str, passes: float, calls: list, error=(None, None, None),
+                 shape=shape, size=size, copy_us=copy_us) -> None:  # fmt: skip
             """Time calls, that read and write q and k `passes` times over, and keep and print the row."""
             try:
-                us = microseconds(calls)
+                us, warm = microseconds(calls), microseconds(calls[:1] * len(calls))
+                peak = peak_megabytes(calls[0])
             except Exception as e:
                 print(f"{what}, {layout}, {direction}: failed ({type(e).__name__}: {str(e).splitlines()[0][:80]})")
                 return
             row = {"shape": json.dumps(shape), "what": what, "layout": layout, "direction": direction, "us": us,
-                   "gb_s": 2e-3 * size * passes / us, "of_copy": passes * copy_us / us,
-                   "largest_error": error[0], "wrongly_rounded": error[1]}  # fmt: skip
+                   "gb_s": 2e-3 * size * passes / us, "of_copy": passes * copy_us / us, "us_warm_l2": warm,
+                   "peak_mb": peak, "wrongly_rounded": error[0], "error_at_0": error[1],
+                   "error_at_1m": error[2]}  # fmt: skip
             rows.append({**about, **row})
             print(f"{row['shape']:<30}{what:<30}{layout:<14}{direction:<18}{us:>9.1f} us{row['gb_s']:>8.0f} GB/s"
-                  f"{100 * row['of_copy']:>7.1f} % of copy", flush=True)  # fmt: skip
+                  f"{100 * row['of_copy']:>7.1f} % of copy{warm:>9.1f} us warm{peak:>8.0f} MB", flush=True)  # fmt: skip
 
         note("device copy", "contiguous", "forward", 1, [copying(a, b) for a, b in zip(loose, outs, strict=True)])
+        by_tile = [step(lambda q, k: (tile_copy(q), tile_copy(k)), q, k, "forward") for q, k in loose]
+        note("Triton copy, our tile", "contiguous", "forward", 1, by_tile)
         f = phase(frequencies(R)).to(device)
-        for what, turn in peers(R, T, device).items():
+        for what, turn in peers(R, torch.arange(T), device).items():
             if D != R and not what.startswith(("ours", "torch.compile(ours")):
                 continue
             try:
-                error = errors(peers(R, 512, device)[what], H, G, D, R, "interleaved" in what, device)
+                error = errors(what, H, G, D, R, device)
             except Exception as e:
                 print(f"{what}: its errors could not be measured ({type(e).__name__})")
-                error = (None, None)
-            for layout, inputs in (("contiguous", loose), ("packed views", views)):
+                error = (None, None, None)
+            for layout, inputs in (("contiguous", loose), ("packed views", views), ("heads first", headed)):
                 for direction, passes in (("forward", 1), ("forward+backward", 2)):
                     note(what, layout, direction, passes, [step(turn, q, k, direction) for q, k in inputs], error)
         # The packed gradient holds v's as well: H + 2 G heads are written, and read, beside the H + G of the rotation.
@@ -315,7 +256,7 @@ def gpu() -> None:
             return rope(q, k, f, norm_eps=1e-6)
 
         note("ours with QK-norm", "contiguous", "forward", 1, [step(normed, q, k, "forward") for q, k in loose])
-        del packed, views, loose, outs
+        del packed, views, loose, headed, outs
         torch.cuda.empty_cache()
     path = Path("results/rope_kernel.csv")
     new = not path.exists()

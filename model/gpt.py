@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from conf.schema import ModelConfig, TrainConfig, usual
+from conf.registry import usual
+from conf.schema import ModelConfig, TrainConfig
 from kernels import normed
 from model import pos as encodings
 from model.linear_attention import linear_attention

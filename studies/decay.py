@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
-from conf.schema import usual
+from conf.registry import usual
 from kernels import cos_sin, phase, rotate
 from model.checkpoint import write_atomically
 from model.scaling import Trained, resolve

@@ -2,8 +2,8 @@
 
 Texts of n tokens whose answer stands at a known distance, scored by nats per answer token and by accuracy, for every n
 and distance, without scaling, under the window control, and with the scaling asked for. Right answers from further away
-than L are use of far context; the control cannot give them. A run trained on data=recall or data=copy is asked its own
-task; any other is asked to copy a passage of real text that another document interrupts.
+than L are use of far context; the control cannot give them. A run trained on data=recall or data=copy is asked for the
+notes that it was trained to recall; any other for a passage of real text that another document interrupts.
 """
 
 import random
@@ -19,11 +19,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 import eval as evaluation
-from conf.schema import ROOT, entry, eval_config, load, one_line_errors, usual
-from data import copy, recall, tokens
+from conf.errors import entry, one_line_errors
+from conf.registry import ROOT, usual
+from conf.schema import eval_config
+from data import recall, tokens
 from model import checkpoint, gpt, runtime, scaling
 from model.scaling import Scaled
 
+CUE, ANSWER = 8, 16  # tokens of a passage of real text: those that say which it is, and those that are scored
 EXAMPLES = 64  # of each length and distance; 95 % of accuracy is then within 12 points
 
 
@@ -45,7 +48,7 @@ def grid(ctx: int, shortest: int) -> list[tuple[int, int]]:
 def copy_of_text(corpus: tokens.Corpus, n: int, distance: int, seed: int) -> list[int]:
     """n + 1 tokens: a passage of CUE + ANSWER tokens, twice, `distance` tokens apart, in another held-out document."""
     rng = random.Random(f"copy of text {seed}")
-    size = copy.CUE + copy.ANSWER
+    size = CUE + ANSWER
     a, b = rng.sample([d.tokens for d in corpus.held_out if len(d.tokens) > n + size], 2)
     start_a, start_b = rng.randrange(len(a) - size), rng.randrange(len(b) - n - size)
     passage, other = a[start_a : start_a + size].tolist(), b[start_b : start_b + n + size].tolist()
@@ -71,16 +74,18 @@ def main(hydra_cfg: DictConfig) -> None:
     device = runtime.pick_device(cfg.device)
     state = checkpoint.load(Path(cfg.runs) / name, device)
     train = state["cfg"]
-    task = train.data["kind"] if train.data["tokenizer"] == "bytes" else "text"
-    synthetic = task in ("recall", "copy")
     corpus = tokens.prepare(train.data, cfg.cache)
-    answer, shortest = (recall.ANSWER, 32) if task == "recall" else (copy.ANSWER, 64)
-    chance = load("data", task, "CHANCE") if synthetic else 0.0
+    if train.data["kind"] == "recall":
+        key, answer = train.data["key"], train.data["answer"]
+        task, shortest, chance = f"recall {answer} letters of a note", key + answer + 8, recall.CHANCE
+        texts = [corpus.encoding.decode(d.tokens.tolist()) for d in corpus.held_out]
+    else:
+        task, answer, shortest, chance = f"copy {ANSWER} tokens of real text", ANSWER, 64, 0.0
 
     def example(n: int, distance: int, seed: int) -> list[int]:
-        if not synthetic:
-            return copy_of_text(corpus, n, distance, seed)
-        return corpus.encoding.encode_ordinary(load("data", task, "probe")(n + 1 - answer, distance, seed))
+        if train.data["kind"] == "recall":
+            return recall.probe(texts, corpus.encoding.encode_ordinary, n, distance, seed, key, answer)
+        return copy_of_text(corpus, n, distance, seed)
 
     model = gpt.build(train, corpus.vocab_size).to(device).eval()
     model.load_state_dict(state["model"])
@@ -88,14 +93,12 @@ def main(hydra_cfg: DictConfig) -> None:
     plus = [usual("scaling", k) for k in cfg.plus]
     asked = " + ".join([evaluation.label(HydraConfig.get().runtime.choices["scaling"], cfg.scaling), *cfg.plus])
     methods = {"none": [usual("scaling", "none")], "window": [usual("scaling", "window")], asked: [cfg.scaling, *plus]}
-    what = f"recall a number of {answer} digits" if task == "recall" else f"copy {answer} tokens"
-    print(f"run: {name} ({why}): pos={train.pos['kind']}, trained at ctx {train.ctx}; task: {what}")
+    print(f"run: {name} ({why}): pos={train.pos['kind']}, trained at ctx {train.ctx}; task: {task}")
 
     results: dict[str, list[Cell]] = {k: [] for k in methods}
     cells = grid(ctx, shortest)
     for n, distance in tqdm(cells, dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 15):
-        texts = [example(n, distance, seed) for seed in range(EXAMPLES)]
-        encoded = torch.tensor(texts, device=device)
+        encoded = torch.tensor([example(n, distance, seed) for seed in range(EXAMPLES)], device=device)
         for curve, knobs in methods.items():
             scaled = scaling.on_top(own, scaling.resolve(knobs[0], trained, n, ctx, knobs[1:]))
             with runtime.autocast(device, cfg.dtype):
@@ -106,7 +109,7 @@ def main(hydra_cfg: DictConfig) -> None:
     rows = [{"run": name, "task": task, "label": k, **vars(cell)} for k, cells in results.items() for cell in cells]
     evaluation.write_rows(folder / f"{asked.replace(' ', '-')}-ctx{ctx}.jsonl", rows)
     picture = folder / f"{asked.replace(' ', '-')}-ctx{ctx}.png"
-    draw(results, trained.reach, chance, f"{name}: {what}, pos={train.pos['kind']}", picture)
+    draw(results, trained.reach, chance, f"{name}: {task}, pos={train.pos['kind']}", picture)
     print(f"rows and picture: {folder}/")
 
 

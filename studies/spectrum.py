@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from conf.schema import usual
+from conf.registry import usual
 from model.checkpoint import write_atomically
 from model.scaling import Trained, resolve
 

@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 import compare
 import eval as evaluation
 import train
-from conf.schema import entry
+from conf.errors import entry
 from tests.conftest import ROOT, choices, command
 
 SMOKE = ["exp=smoke", "name=x"]

@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import math
+import random
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import mpmath
 import pytest
 import torch
 
-from data import copy, recall
+from data import recall
 from model.scaling import Trained
 from studies import decay, probe, spectrum
 from tests.conftest import run_train, train_settings
@@ -124,38 +125,41 @@ def test_decay_study_writes_picture_and_table(tmp_path, monkeypatch):
 # ---- synthetic probes ----
 
 
-@pytest.mark.parametrize("length, distance", [(64, 5), (64, 59), (65, 32), (1000, 512)])
-def test_recall_probe_has_its_answer_once_at_its_distance(length, distance):
+LINES = ["def f(x):", "    return x", "", "class Symbol(Basic):"] * 30
+
+
+def words(text: str) -> list[str]:
+    """A stand-in for a tokenizer: words and line ends."""
+    return re.findall(r"[^\s]+|\n", text)
+
+
+@pytest.mark.parametrize("key, answer", [(1, 4), (8, 16)])
+@pytest.mark.parametrize("n, distance", [(64, 40), (65, 63), (1000, 512), (1000, 960)])
+def test_recall_probe_has_its_answer_once_at_its_distance(n, distance, key, answer):
     for seed in range(20):
-        text = recall.probe(length, distance, seed)
-        assert len(text) == length + 4 and text[-4:].isdigit()
-        key, at = text[-5], len(text) - 5
-        assert key.isalpha() and text.count(key) == 2
-        first = text.index(key)
-        assert at - first == distance // 5 * 5 and text[first : first + 5] == text[at:]
+        tokens = recall.probe(["\n".join(LINES)], words, n, distance, seed, key, answer)
+        size = 1 + key + answer
+        end = tokens[-size:]
+        assert len(tokens) == n + 1 and end[0] == "#" and all(x.islower() for x in end[-answer:])
+        places = [i for i in range(n + 2 - size) if tokens[i : i + 1 + key] == end[: 1 + key]]
+        assert places[-2:] == [n + 1 - size - distance, n + 1 - size][-len(places) :]
+        if distance + size <= n + 1:
+            assert len(places) == 2 and tokens[places[0] :][:size] == end
 
 
-def test_recall_documents_are_consistent_and_pure():
-    docs = dict(recall._texts(3, 500))
-    assert docs == dict(recall._texts(3, 500)) and len(set(docs.values())) == 3
-    for text in docs.values():
-        pairs = re.findall(r"([A-Za-z])(\d{4})", text)
-        assert len(pairs) == 100 and len(set(pairs)) == len({letter for letter, _ in pairs})
+@pytest.mark.parametrize("key, answer", [(1, 4), (8, 16)])
+def test_recall_notes_stand_between_unchanged_lines_and_come_again(key, answer):
+    def note_text() -> str:
+        return recall.annotate(LINES * 10, random.Random("a"), key, answer)
 
-
-@pytest.mark.parametrize("length, distance", [(100, 64), (1000, 512)])
-def test_copy_probe_repeats_its_end_at_its_distance(length, distance):
-    for seed in range(20):
-        text = copy.probe(length, distance, seed)
-        end = text[-copy.CUE - copy.ANSWER :]
-        first = text.find(end)
-        assert len(text) == length + copy.ANSWER and len(text) - len(end) - first == distance and end.isalpha()
-
-
-def test_copy_documents_repeat_each_passage():
-    for _, text in copy._texts(3, 900):
-        parts = text.split("|")
-        assert len(text) == 900 and all(a == b for a, b in zip(parts[0:-2:2], parts[1:-2:2], strict=False))
+    said = [x for x in note_text().splitlines() if recall.NOTE.fullmatch(x)]
+    assert note_text() == note_text() and [x for x in note_text().splitlines() if x not in said] == LINES * 10
+    assert all(len(x.split()) == 1 + key + answer for x in said) and 0.4 < len(said) / len(LINES * 10) < 0.6
+    again = sum(x in said[:i] for i, x in enumerate(said)) / len(said)
+    assert 0.6 < again < 0.95  # most can be known from before, the others are new
+    assert recall.fingerprint(key, answer) != recall.fingerprint(key, answer + 1)
+    with pytest.raises(ValueError, match="must be 1 to 16 and 1 to 64 letters"):
+        recall.fingerprint(0, answer)
 
 
 def test_probe_scores_what_a_model_that_knows_would_get():
@@ -178,14 +182,19 @@ def test_probe_of_a_run_and_what_it_refuses(here, capsys, monkeypatch):
     from tests.conftest import composed
 
     monkeypatch.setattr(probe, "EXAMPLES", 4)
-    run_train("data=recall", "data.documents=40", "steps=2", "name=r")
+    run_train("data=recall", "data.vocab_size=512", "steps=2", "name=r")
     inspect.unwrap(probe.main)(composed("eval", "run=r", "ctx=128", "scaling=pi"))
     out = capsys.readouterr().out
-    assert "chance 10 %" in out and "n past L" in out and "distance past L" in out
+    assert (
+        "task: recall 4 letters of a note" in out
+        and "chance 4 %" in out
+        and "n past L" in out
+        and "distance past L" in out
+    )
     assert list(Path("runs/r/eval/probe").glob("pi-ctx128.*"))
     run_train("steps=1", "name=text")
     inspect.unwrap(probe.main)(composed("eval", "run=text", "ctx=128", "scaling=ntk"))
-    assert "task: copy 16 tokens" in capsys.readouterr().out
+    assert "task: copy 16 tokens of real text" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("n, distance", [(128, 64), (300, 200)])
@@ -195,7 +204,7 @@ def test_copy_of_text_repeats_its_end_at_its_distance(n, distance, cache):
     corpus = tokens.prepare(train_settings("exp=smoke").data, cache)
     for seed in range(5):
         text = probe.copy_of_text(corpus, n, distance, seed)
-        size = copy.CUE + copy.ANSWER
+        size = probe.CUE + probe.ANSWER
         assert len(text) == n + 1 and text[-size:] == text[-size - distance : -distance]
 
 
@@ -235,7 +244,7 @@ def test_hub_documents_are_the_long_ones_of_a_real_dataset(tmp_path):
 
 @pytest.mark.parametrize("corpus", ["pg19", "fineweb_edu"])
 def test_hub_corpora_without_network_or_library_are_one_line(corpus, monkeypatch):
-    from conf.schema import call, load
+    from conf.registry import call, load
 
     knobs = {k: v for k, v in train_settings(f"data={corpus}").data.items() if k in ("kind", "documents", "min_bytes")}
     assert call(load("data", corpus, "fingerprint"), knobs, "data")["documents"] == knobs["documents"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from conf.schema import call, load
+from conf.registry import call, load
 from kernels import normed
 from model.scaling import Scaled
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
-from conf.schema import call, load
+from conf.registry import call, load
 
 
 class Unfit(ValueError):

@@ -1,0 +1,53 @@
+"""A user's mistake is one clear line and exit code 1, never a traceback."""
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from hydra._internal import utils as hydra_utils
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+
+def check(ok: bool, setting: str, value: Any, right: str) -> None:
+    if not ok:
+        raise ValueError(f"{setting}={value}: must be {right}")
+
+
+def one_line(e: BaseException) -> str:
+    """Hydra's and OmegaConf's messages span lines; their first lines say it all."""
+    text = str(e) if e.__cause__ is None or not isinstance(e, HydraException) else f"{e}: {e.__cause__}"
+    text = re.sub(r"\n\s*(full_key|object_type|reference_type)[^\n]*", "", text)
+    text = re.sub(r"\n\s*Set the environment variable HYDRA_FULL_ERROR[^\n]*", "", text)
+    text = re.sub(r"\s*Config search path:.*", "", text, flags=re.S)
+    text = re.sub(r"\nSee https?://[^\n]*", "", text)
+    return re.sub(r"\s+", " ", text.replace("\n\t", ", ").replace(":, ", ": ")).strip()
+
+
+USERS_MISTAKES = (ValueError, OSError, HydraException, OmegaConfBaseException)
+
+
+def one_line_errors(function: Callable) -> Callable:
+    """A user's mistake inside function becomes one clear line and exit code 1. HYDRA_FULL_ERROR=1 shows all."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except USERS_MISTAKES as e:
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                raise
+            sys.exit(f"error: {one_line(e)}")
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+    return wrapped
+
+
+def entry(main: Callable[[], None]) -> None:
+    """Run a Hydra main; the mistakes that Hydra itself finds become one line, too."""
+    hydra_utils.run_and_report = one_line_errors(lambda function: function())  # it would print many lines
+    main()
