@@ -9,18 +9,14 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.ticker import FuncFormatter
 
-from model.checkpoint import write_atomically
 from report import gain
+from studies import pictures
+from studies.pictures import OKABE_ITO
 
 Curve = list[dict]  # one row for each length, as eval.py writes them
-OKABE_ITO = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8C564B"]
 DASHES = ["-", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)), (0, (5, 1, 1, 1, 1, 1))]
 
 
@@ -62,7 +58,7 @@ def draw(curves: list[Curve], path: Path, title: str, only: list[str] | None = N
         first, control = curve[0], controls.get(curve[0]["run"], {})
         by_run = len(runs) > 1
         color = OKABE_ITO[(runs.index(first["run"]) if by_run else labels.index(first["label"])) % 8] \
-            if by_run or first["label"] != "window" else "#333333"  # fmt: skip
+            if by_run or first["label"] != "window" else pictures.CONTROL  # fmt: skip
         style = (
             (0, (2, 1.5)) if first["label"] == "window" else DASHES[labels.index(first["label"]) % 6 if by_run else 0]
         )
@@ -83,16 +79,10 @@ def draw(curves: list[Curve], path: Path, title: str, only: list[str] | None = N
     reached = {c[0].get("extended_ctx", c[0]["train_ctx"]) for c in curves}
     marks |= {n: "extended to" for n in reached if n not in marks}
     for L, what in sorted(marks.items()):
-        ax.axvline(L, color="#999999", linewidth=1)
-        ax.annotate(f"{what} {L}", (L, 1), xycoords=("data", "axes fraction"), xytext=(4, -12),
-                    textcoords="offset points", color="#666666", fontsize=9)  # fmt: skip
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    ax.set_xticks(sorted({row["n"] for c in curves for row in c}))
-    ax.minorticks_off()
+        pictures.mark(ax, L, f"{what} {L}")
+    pictures.lengths_axis(ax, sorted({row["n"] for c in curves for row in c}))
     ax.set_xlabel("context: tokens given, n")
     ax.set_ylabel("bits per byte of the same targets")
-    ax.grid(axis="y", alpha=0.25)
     # ln(perplexity) is bits/byte times a constant of the target set, so the second axis is exact
     nats = np.log(2) * curves[0][0]["bytes"] / curves[0][0]["tokens"]
     right = ax.secondary_yaxis("right", functions=(lambda b: b * nats, lambda p: p / nats))
@@ -106,18 +96,9 @@ def draw(curves: list[Curve], path: Path, title: str, only: list[str] | None = N
     right.tick_params(labelsize=8, pad=1, direction="in", colors="#666666")
     ax.annotate("perplexity", (1, 1), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
                    ha="right", color="#666666", fontsize=9)  # fmt: skip
-    # Labels at the ends of the lines, moved apart where they would overlap
-    bottom, top = ax.get_ylim()
-    gap, y = 0.042 * (top - bottom), -np.inf
-    for end in sorted(ends):
-        y = max(end[0], y + gap)
-        ax.annotate(end[1], (1, y), xycoords=("axes fraction", "data"), xytext=(28, 0), textcoords="offset points",
-                    color=end[2], fontsize=9, va="center", annotation_clip=False)  # fmt: skip
+    pictures.end_labels(ax, ends)
     ax.set_title(f"{title}\nbands: 95 % of the difference from the window control", fontsize=10, loc="left")
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    write_atomically(path, lambda f: fig.savefig(f, format="png", bbox_inches="tight"))
-    plt.close(fig)
+    pictures.save(fig, path)
 
 
 def print_gains(shown: list[Curve], chosen: list[Curve], ns: list[int]) -> None:

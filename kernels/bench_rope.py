@@ -229,7 +229,7 @@ def gpu() -> None:
                    "peak_mb": peak, "wrongly_rounded": error[0], "error_at_0": error[1],
                    "error_at_1m": error[2]}  # fmt: skip
             rows.append({**about, **row})
-            print(f"{row['shape']:<30}{what:<30}{layout:<14}{direction:<18}{us:>9.1f} us{row['gb_s']:>8.0f} GB/s"
+            print(f"{row['shape']:<30}{what:<38}{layout:<14}{direction:<18}{us:>9.1f} us{row['gb_s']:>8.0f} GB/s"
                   f"{100 * row['of_copy']:>7.1f} % of copy{warm:>9.1f} us warm{peak:>8.0f} MB", flush=True)  # fmt: skip
 
         note("device copy", "contiguous", "forward", 1, [copying(a, b) for a, b in zip(loose, outs, strict=True)])

@@ -11,9 +11,6 @@ import io
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
@@ -22,6 +19,7 @@ from conf.registry import usual
 from kernels import cos_sin, phase, rotate
 from model.checkpoint import write_atomically
 from model.scaling import Trained, resolve
+from studies import pictures
 from studies.spectrum import frequencies
 
 BASES = (1, 10, 100, 500, 5000, 10000, 50000)
@@ -89,8 +87,7 @@ def main() -> None:
                 ax.plot(curve, color="#9ecae1", linewidth=0.5)
                 ax.plot(range(32, T - 31), curve.unfold(0, 64, 1).mean(dim=1), color="#08519c", linewidth=1.3)
                 ax.axhline(0, color="#999999", linewidth=0.6)
-                for side in ("top", "right"):
-                    ax.spines[side].set_visible(False)
+                ax.spines[["top", "right"]].set_visible(False)
             axes[top, column].set_title(name if top == 0 else f"base 10000, {name}", fontsize=10, loc="left")
             axes[top + 1, column].set_xlabel("distance m", fontsize=9)
         axes[top, 0].set_ylabel(f"q . k / D, all ones\n(B(m) is {D // 2} times this)", fontsize=9)
@@ -100,8 +97,7 @@ def main() -> None:
     fig.tight_layout()
     out = Path(args.out)
     write_atomically(out.with_suffix(".csv"), lambda f: f.write(text.getvalue().encode()))
-    write_atomically(out.with_suffix(".png"), lambda f: fig.savefig(f, format="png", bbox_inches="tight"))
-    plt.close(fig)
+    pictures.save(fig, out.with_suffix(".png"))
     print(f"{out.with_suffix('.png')}   {out.with_suffix('.csv')}")
 
 

@@ -124,11 +124,10 @@ def report(results: dict[str, list[Cell]], reach: int, chance: float) -> None:
 
 def draw(results: dict[str, list[Cell]], reach: int, chance: float, title: str, path: Path) -> None:
     """A panel for each curve: accuracy by context length and distance."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     import numpy as np
+
+    from studies import pictures
 
     fig, axes = plt.subplots(1, len(results), figsize=(4.6 * len(results), 4.4), dpi=130, squeeze=False)
     for ax, (name, cells) in zip(axes[0], results.items(), strict=True):
@@ -152,8 +151,7 @@ def draw(results: dict[str, list[Cell]], reach: int, chance: float, title: str, 
     title = f"{title}\naccuracy in %{by_chance}; orange: the trained context, {reach}"
     fig.suptitle(title, fontsize=10, x=0.01, ha="left")
     fig.tight_layout()
-    checkpoint.write_atomically(path, lambda f: fig.savefig(f, format="png", bbox_inches="tight"))
-    plt.close(fig)
+    pictures.save(fig, path)
 
 
 if __name__ == "__main__":

@@ -84,10 +84,9 @@ def warning(knobs: dict, trained: Trained) -> str:
 
 
 def draw(rows: dict[str, Tensor], ctx: int, title: str, path: Path) -> None:
-    import matplotlib  # not at the top: train.py imports this module for its card
+    import matplotlib.pyplot as plt  # not at the top: train.py imports this module for its card
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from studies import pictures
 
     fig, ax = plt.subplots(figsize=(9, 5.2), dpi=150)
     for (name, r), color in zip(rows.items(), COLORS, strict=False):
@@ -102,10 +101,8 @@ def draw(rows: dict[str, Tensor], ctx: int, title: str, path: Path) -> None:
     ax.set_ylabel(f"turns within {ctx} tokens")
     ax.legend(frameon=False, fontsize=9)
     ax.set_title(title, fontsize=10, loc="left")
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
-    write_atomically(path, lambda f: fig.savefig(f, format="png", bbox_inches="tight"))
-    plt.close(fig)
+    ax.spines[["top", "right"]].set_visible(False)
+    pictures.save(fig, path)
 
 
 def main() -> None:

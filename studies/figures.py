@@ -1,0 +1,184 @@
+"""The pictures of the study, from the rows of studies.matrix: python -m studies.figures
+
+encodings: loss against context length, bands over seeds. scaling: the same for the methods on rope. finetune: loss
+against fine-tuning tokens. base: loss against RoPE's base. Each as PNG and SVG under results/.
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from conf.registry import ROOT
+from studies import pictures
+from studies.matrix import EXTENSIONS
+from studies.pictures import CONTROL, OKABE_ITO
+from studies.spectrum import base_bound, scale_matched_base
+
+Rows = list[dict]
+HEAD_DIM = 64  # of every size of the study
+SHOWN = ("none", "pi", "ntk", "ntk_by_parts", "yarn", "rerope", "window")
+
+
+def seeds(rows: Rows, run: str, label: str) -> dict[int, np.ndarray]:
+    """n -> losses of all seeds, nats per token."""
+    found = defaultdict(list)
+    for r in rows:
+        if (r["name"].rpartition("-s")[0], r["label"]) == (run, label):
+            found[r["n"]].append(r["loss"])
+    return {n: np.array(losses) for n, losses in sorted(found.items())}
+
+
+def line(ax: Any, points: dict[float, np.ndarray], color: str, style: Any = "-", **how: Any) -> float:
+    """The mean over seeds and a band from the least to the most; returns the last mean."""
+    x = list(points)
+    means = [np.exp(v.mean()) for v in points.values()]
+    ax.plot(x, means, color=color, linestyle=style, marker="o", markersize=3, linewidth=1.6, **how)
+    low, high = ([np.exp(f(v)) for v in points.values()] for f in (np.min, np.max))
+    ax.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+    return means[-1]
+
+
+def perplexity_axis(ax: Any) -> None:
+    ax.set_yscale("log")
+    low, high = ax.get_ylim()
+    ticks = [p * 10**k for k in range(4) for p in (1, 1.5, 2, 3, 5, 7) if low <= p * 10**k <= high]
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.set_yticks(ticks)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    ax.set_ylabel("perplexity of the same targets")
+
+
+def over_lengths(rows: Rows, curves: list[tuple[str, str, str]], title: str) -> Any:
+    """curves: (run, label, name)."""
+    fig, ax = plt.subplots(figsize=(9, 5.2), dpi=150)
+    L = rows[0]["train_ctx"]
+    ends, colors = [], iter([*OKABE_ITO, *OKABE_ITO])
+    for i, (run, label, name) in enumerate(curves):
+        points = seeds(rows, run, label)
+        if not points:
+            continue
+        color = CONTROL if label == "window" else next(colors)
+        style = (0, (2, 1.5)) if label == "window" else "-" if i < 8 else (0, (5, 1))
+        ends.append((line(ax, points, color, style), name, color))
+    pictures.mark(ax, L, f"trained at {L}")
+    pictures.lengths_axis(ax, sorted({r["n"] for r in rows if r["label"] == "window" and r["part"] == "encodings"}))
+    perplexity_axis(ax)
+    pictures.end_labels(ax, ends, space=8)
+    ax.set_xlabel("context: tokens given, n")
+    count = len({r["seed"] for r in rows if r["part"] == "encodings"})
+    band = f"bands: the range of {count} seeds" if count > 1 else "one seed"
+    ax.set_title(f"{title}\n{band}", fontsize=10, loc="left")
+    return fig
+
+
+def encodings(rows: Rows) -> Any:
+    names = {r["name"].rpartition("-s")[0] for r in rows if r["part"] == "encodings"}
+    order = sorted(names, key=lambda name: -max(v.mean() for v in seeds(rows, name, "none").values()))
+    curves = [(name, "none", "NoPE (none)" if name == "none" else name) for name in order]
+    return over_lengths(
+        rows, [*curves, ("rope", "window", "rope, window control")], "Encodings read past the context trained at"
+    )
+
+
+def scaling(rows: Rows) -> Any:
+    names = {"none": "no scaling", "window": "window control"}
+    return over_lengths(
+        rows, [("rope", x, names.get(x, x)) for x in SHOWN], "RoPE read past its context by each method"
+    )
+
+
+def finetune(rows: Rows) -> Any:
+    """Three panels, inside, at and beyond the target; a line for each method, from no fine-tuning on."""
+    L = rows[0]["train_ctx"]
+    own = [r for r in rows if r["part"] == "finetune" and r["label"] == "none"]
+    fig, axes = plt.subplots(1, 3, figsize=(13, 4.6), dpi=130, sharey=True)
+    shares = sorted({r["percent"] for r in own if r["percent"]})
+    for ax, n, where in zip(axes, (L, 4 * L, 8 * L), ("inside", "at the target", "beyond it"), strict=True):
+        ends = []
+        for method, color in zip(EXTENSIONS, OKABE_ITO, strict=False):
+            points = {0.0: seeds(rows, "rope", method).get(n, np.array([]))}
+            for share in shares:
+                found = [r["loss"] for r in own if (r["method"], r["percent"], r["n"]) == (method, share, n)]
+                points[share] = np.array(found)
+            points = {x: v for x, v in points.items() if len(v)}
+            if points:
+                ends.append((line(ax, points, color), "direct" if method == "none" else method, color))
+        for run, label, name in ((f"scratch-{4 * L}", "none", "from scratch"), ("rope", "window", "window control")):
+            found = seeds(rows, run, label).get(n)
+            if found is not None:
+                ax.axhline(np.exp(found.mean()), color=CONTROL, linewidth=1, linestyle=(0, (2, 1.5)))
+                ends.append((float(np.exp(found.mean())), name, CONTROL))
+        perplexity_axis(ax)
+        ax.grid(axis="y", alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+        pictures.end_labels(ax, ends, space=6)
+        ax.set_title(f"{where}: n = {n} = {n // L} L", fontsize=10, loc="left")
+        ax.set_xlabel("fine-tuning tokens, % of pre-training")
+        ax.set_xticks([0, *shares], [f"{x:g}" for x in (0, *shares)], fontsize=8)
+    for ax in axes[1:]:
+        ax.set_ylabel("")
+    fig.suptitle(f"RoPE trained at {L}, fine-tuned at {4 * L}", fontsize=11, x=0.01, ha="left")
+    fig.tight_layout(w_pad=4)
+    return fig
+
+
+def base(rows: Rows) -> Any:
+    """Loss against RoPE's base, at several lengths."""
+    L = rows[0]["train_ctx"]
+    fig, ax = plt.subplots(figsize=(8, 4.8), dpi=150)
+    runs = {r["base"]: r["name"].rpartition("-s")[0] for r in rows if r["part"] == "base"}
+    runs |= {10000.0: "rope"}
+    ends = []
+    for n, color in zip((L, 2 * L, 4 * L, 8 * L), OKABE_ITO, strict=False):
+        points = {b: seeds(rows, run, "none").get(n) for b, run in sorted(runs.items())}
+        ends.append((line(ax, {b: v for b, v in points.items() if v is not None}, color), f"n = {n}", color))
+    ax.set_xscale("log")
+    bound, matched = base_bound(HEAD_DIM, L), scale_matched_base(HEAD_DIM, L)
+    pictures.mark(ax, bound, f"base bound, {bound:,.0f}")
+    ax.axvline(matched, color="#999999", linewidth=1, linestyle=(0, (2, 1.5)))
+    ax.annotate(f"matched to Llama 2, {matched:,.0f}", (matched, 1), xycoords=("data", "axes fraction"),
+                xytext=(-4, -12), textcoords="offset points", ha="right", color="#666666", fontsize=9)  # fmt: skip
+    perplexity_axis(ax)
+    ax.grid(axis="y", alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
+    pictures.end_labels(ax, ends, space=8)
+    ax.set_xlabel("RoPE's base")
+    ax.set_title(f"Base in pre-training, at L = {L}, no scaling", fontsize=10, loc="left")
+    return fig
+
+
+FIGURES = {"encodings": encodings, "scaling": scaling, "finetune": finetune, "base": base}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", default=str(ROOT / "results/matrix.jsonl"), help="what studies.matrix wrote")
+    parser.add_argument("--out", default=str(ROOT / "results"), help="the folder")
+    args = parser.parse_args()
+    if not Path(args.rows).exists():
+        raise ValueError(f"--rows {args.rows}: not found: first python -m studies.matrix")
+    rows = [json.loads(line) for line in Path(args.rows).read_text().splitlines()]
+    plt.rcParams["svg.hashsalt"] = "ropewalk"
+    for name, draw in FIGURES.items():
+        part = {"scaling": "encodings"}.get(name, name)
+        if not any(r["part"] == part for r in rows):
+            print(f"{name}: no rows yet")
+            continue
+        for suffix in ("png", "svg"):
+            path = Path(args.out) / f"{name}.{suffix}"
+            pictures.save(draw(rows), path)
+            print(path)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as e:
+        sys.exit(f"error: {e}")
