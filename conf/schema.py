@@ -108,9 +108,29 @@ class EvalConfig:
     project: str = "ropewalk"
 
 
+@dataclass
+class SampleConfig:
+    scaling: dict[str, Any] = field(default_factory=dict)
+    plus: Any = None
+    prompt: str = ""
+    tokens: int = MISSING
+    temperature: float = MISSING
+    top_k: int | None = None
+    seed: int = 0
+    decode: str = "exact"
+    run: str | None = None
+    trained_with: str | None = None
+    dtype: str = "auto"
+    kernel: str = "auto"
+    device: str = "auto"
+    runs: str = "runs"
+    cache: str = ".cache"
+
+
 store = ConfigStore.instance()
 store.store(name="train_schema", node=TrainConfig)
 store.store(name="eval_schema", node=EvalConfig)
+store.store(name="sample_schema", node=SampleConfig)
 
 
 def train_config(cfg: DictConfig) -> TrainConfig:
@@ -179,6 +199,18 @@ def names(value: Any, setting: str, group: str) -> list[str]:
     for name in value:
         check(name in choices(group), setting, name, f"one of {', '.join(choices(group))}")
     return value
+
+
+def sample_config(cfg: DictConfig) -> SampleConfig:
+    c: SampleConfig = _to_object(cfg, SampleConfig)
+    c.plus = names(c.plus, "plus", "scaling")
+    check(c.tokens >= 1, "tokens", c.tokens, "at least 1")
+    check(c.temperature >= 0, "temperature", c.temperature, "at least 0 (0 takes the likeliest token)")
+    check(c.top_k is None or c.top_k >= 1, "top_k", c.top_k, "at least 1, or null for all tokens")
+    check(c.seed >= 0, "seed", c.seed, "at least 0")
+    check(c.decode in ("exact", "rebased"), "decode", c.decode, "exact or rebased")
+    check(c.dtype in ("auto", "float32", "bfloat16"), "dtype", c.dtype, "auto, float32 or bfloat16")
+    return c
 
 
 def from_dict(plain: dict) -> TrainConfig:

@@ -27,31 +27,33 @@ LOSS_BLOCK = 2**25  # logits at a time: 128 MB in float32
 def attend(
     q: Tensor, k: Tensor, v: Tensor, pos: Encoding, positions: Tensor, scaled: Scaled, far: tuple | None = None
 ) -> Tensor:
-    """Causal attention of q, k, v [B, H, T, D] -> [B, H, T, D], in memory linear in T.
+    """Causal attention of the last S tokens, q [B, H, S, D], to all, k and v [B, H, T, D] -> [B, H, S, D].
 
-    far: q and k for pairs at a distance of scaled.clip and more. Causality, window and clip go by place in the
-    sequence; the encoding's bias goes by position.
+    In memory linear in T. positions: of all T. far: q and k for pairs at a distance of scaled.clip and more. Causality,
+    window and clip go by place in the sequence; the encoding's bias goes by position.
     """
-    T, D = q.shape[2:]
+    S, T, D = q.shape[2], *k.shape[2:]
+    past = T - S
     window = scaled.window if scaled.window is not None and scaled.window < T else None
     # SDPA's backward on a CPU costs more than writing the products out, while T x T is small: over forward and
     # backward, 24 ms against 31 at 16 x 4 heads, T=256, D=64 in bfloat16 on two cores, and 11 against 38 at T=128.
     written_out = q.device.type == "cpu" and torch.is_grad_enabled() and T <= QUERY_BLOCK
-    if window is None and far is None and not written_out:
+    if window is None and far is None and not written_out and not past:
         key_bias = pos.key_bias(positions)
         if key_bias is not None:
             return attend_with_key_bias(q, k, v, key_bias)
     outputs = []
-    for start in range(0, T, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, T)
-        first = 0 if window is None else max(0, start - window + 1)
+    for start in range(0, S, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, S)
+        asking = slice(past + start, past + stop)
+        first = 0 if window is None else max(0, past + start - window + 1)
         sinks = min(scaled.sinks, first) if window is not None else 0
-        near = slice(first, stop)
-        bias = pos.bias(positions[..., start:stop], keys(positions, sinks, near, -1))
-        if bias is None and window is None and far is None and not written_out:
+        near = slice(first, past + stop)
+        bias = pos.bias(positions[..., asking], keys(positions, sinks, near, -1))
+        if bias is None and window is None and far is None and not written_out and not past:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         place = torch.arange(T, device=q.device)
-        distance = place[start:stop, None] - keys(place, sinks, near, 0)
+        distance = place[asking, None] - keys(place, sinks, near, 0)
         hidden = distance < 0
         if window is not None:
             hidden |= (distance >= window) & (keys(place, sinks, near, 0) >= scaled.sinks)
@@ -97,6 +99,23 @@ def attend_with_key_bias(q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor) -> T
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)[..., :D]
 
 
+class Cache:
+    """What decoding keeps of the tokens so far: each layer's projection, not turned yet.
+
+    Turned keys would keep the frequencies of the length at which they were read, which under dynamic NTK are not those
+    of the query that meets them (transformers#25104). Turning all of them at each step costs less than attending.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.layers: dict[nn.Module, Tensor] = {}
+
+    def extend(self, layer: nn.Module, qkv: Tensor) -> Tensor:
+        """qkv [B, S, H + 2 G, D] of new tokens -> that of all, [B, T, H + 2 G, D]."""
+        self.layers[layer] = torch.cat((self.layers[layer], qkv), dim=1) if layer in self.layers else qkv
+        return self.layers[layer]
+
+
 class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig, linear: bool):
         super().__init__()
@@ -105,12 +124,24 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(cfg.width, (self.H + 2 * self.G) * self.D, bias=False)
         self.out = nn.Linear(self.H * self.D, cfg.width, bias=False)
 
-    def forward(self, x: Tensor, pos: Encoding, positions: Tensor, prepared: Any, scaled: Scaled) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        pos: Encoding,
+        positions: Tensor,
+        prepared: Any,
+        scaled: Scaled,
+        cache: Cache | None = None,
+    ) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (-1, self.D))  # [B, T, H + 2 G, D]
+        new = slice(None)
+        if cache is not None:
+            new = slice(-qkv.shape[1], None)  # the tokens that ask; from here on, qkv is that of all
+            qkv = cache.extend(self, qkv)
         heads = (self.H, self.G, self.G)
         if self.linear:
             y = linear_attention(*qkv.split(heads, dim=2), lambda q, k: pos.rotate(q, k, prepared), scaled.window)
-            return self.out(y.flatten(2))
+            return self.out(y[:, new].flatten(2))
         far = None
         if scaled.clip is not None:
             far = pos.rotate_far(*(normed(x, self.qk_eps) for x in qkv.split(heads, dim=2)[:2]), prepared)
@@ -121,7 +152,8 @@ class Attention(nn.Module):
             far = None if far is None else (far[0] * sharper.to(q.dtype), far[1])
         q, k, v = (self.by_head(t) for t in (q, k, v))
         far = None if far is None else tuple(self.by_head(t) for t in far)
-        return self.out(attend(q, k, v, pos, positions, scaled, far).transpose(1, 2).flatten(2))
+        far = far and (far[0][:, :, new], far[1])
+        return self.out(attend(q[:, :, new], k, v, pos, positions, scaled, far).transpose(1, 2).flatten(2))
 
     def by_head(self, t: Tensor) -> Tensor:
         """[B, T, ., D] -> [B, H, T, D]; each key-value head serves H / G query heads."""
@@ -152,8 +184,16 @@ class Block(nn.Module):
         self.norm1, self.norm2 = (nn.RMSNorm(cfg.width, eps=cfg.norm_eps) for _ in range(2))
         self.attention, self.mlp = Attention(cfg, linear), MLP(cfg)
 
-    def forward(self, x: Tensor, pos: Encoding, positions: Tensor, prepared: Any, scaled: Scaled) -> Tensor:
-        x = x + self.attention(self.norm1(x), pos, positions, prepared, scaled)
+    def forward(
+        self,
+        x: Tensor,
+        pos: Encoding,
+        positions: Tensor,
+        prepared: Any,
+        scaled: Scaled,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        x = x + self.attention(self.norm1(x), pos, positions, prepared, scaled, cache)
         return x + self.mlp(self.norm2(x))
 
 
@@ -177,25 +217,37 @@ class GPT(nn.Module):
                 writes = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(p, std=std / math.sqrt(2 * cfg.n_layers) if writes else std)
 
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None, scaled: Scaled = UNSCALED) -> Tensor:
-        """Tokens [B, T] at integer positions [T] or [B, T] (None: 0..T-1) -> what the head reads, [B, T, C]."""
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        scaled: Scaled = UNSCALED,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Tokens [B, T] at integer positions [T] or [B, T] (None: 0..T-1) -> what the head reads, [B, T, C].
+
+        With a cache, tokens are those that follow the ones it holds.
+        """
+        past = 0 if cache is None else cache.tokens
         if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            positions = torch.arange(past + tokens.shape[1], device=tokens.device)
         if self.linear:  # it has no scores, hence no temperature
             scaled = replace(scaled, attention_factor=1.0)
-        x = self.pos.embed(self.tokens(tokens), positions)
+        x = self.pos.embed(self.tokens(tokens), positions[..., past:])
         prepared = self.pos.prepare(positions, scaled)
         for block in self.blocks:
-            x = block(x, self.pos, positions, prepared, scaled)
+            x = block(x, self.pos, positions, prepared, scaled, cache)
+        if cache is not None:
+            cache.tokens += tokens.shape[1]
         return x
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, scaled: Scaled = UNSCALED) -> Tensor:
         """Logits at every position, [B, T, V]."""
         return self.head(self.norm(self.hidden(tokens, positions, scaled)))
 
-    def scores(self, tokens: Tensor, last: int, scaled: Scaled = UNSCALED) -> Tensor:
+    def scores(self, tokens: Tensor, last: int, scaled: Scaled = UNSCALED, cache: Cache | None = None) -> Tensor:
         """Logits at the last positions only, [B, last, V]."""
-        return self.head(self.norm(self.hidden(tokens, scaled=scaled)[:, -last:]))
+        return self.head(self.norm(self.hidden(tokens, scaled=scaled, cache=cache)[:, -last:]))
 
     def losses(
         self,

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+import torch
 from torch import Tensor
 
 from conf.registry import call, load
@@ -64,6 +65,14 @@ UNSCALED = Scaled()
 def _changes(s: Scaled) -> dict:
     values = {f.name: (getattr(s, f.name), f.default) for f in fields(s)}
     return {k: v for k, (v, default) in values.items() if isinstance(v, Tensor) or v != default}
+
+
+def same(a: Scaled, b: Scaled) -> bool:
+    """Whether the two change the same things alike (the factor is only for the log)."""
+    x, y = ({k: v for k, v in _changes(s).items() if k != "factor"} for s in (a, b))
+    return x.keys() == y.keys() and all(
+        torch.equal(v, y[k]) if isinstance(v, Tensor) else v == y[k] for k, v in x.items()
+    )
 
 
 def compose(a: Scaled, b: Scaled) -> Scaled:

@@ -1,0 +1,154 @@
+"""Decoding with a cache against full forwards, for every encoding and scaling, across the trained length."""
+
+import pytest
+import torch
+
+from conf.registry import usual
+from model import gpt, scaling
+from model.scaling import Unfit
+from sample import Decoder, draw, verbatim
+from tests.conftest import ROOT, choices, command, composed, run_train, train_settings
+
+L, V = 16, 64
+
+
+def build(pos: str, *more: str, layers: int = 2) -> tuple[gpt.GPT, scaling.Trained]:
+    longest = ["pos.max_positions=64"] if pos == "learned" else []
+    cfg = train_settings("exp=smoke", f"pos={pos}", *longest, f"ctx={L}", f"model.n_layers={layers}",
+                         "model.width=32", "model.n_heads=2", *more)  # fmt: skip
+    model = gpt.build(cfg, V).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * 0.3)
+    return model, gpt.trained(cfg, model.pos)
+
+
+def resolver(name: str, trained: scaling.Trained):
+    knobs = usual("scaling", name)
+    if name == "longrope" and trained.frequencies is not None:
+        knobs["long"] = [1.0 + i for i in range(len(trained.frequencies))]
+    return lambda n: scaling.resolve(knobs, trained, n, 4 * L)
+
+
+def text(n: int) -> torch.Tensor:
+    return torch.randint(V, (2, n), generator=torch.Generator().manual_seed(0))
+
+
+def full(model: gpt.GPT, x: torch.Tensor, scaled: scaling.Scaled) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(x, scaled=scaled)[:, -1]
+
+
+def compare(model: gpt.GPT, resolve, decode: str = "exact", start: int = 5) -> float:
+    """The largest difference between cached and full logits, token by token from `start` to 3 L."""
+    x, decoder = text(3 * L), Decoder(model, resolve, decode)
+    return max((decoder.logits(x[:, :n]) - full(model, x[:, :n], resolve(n))).abs().max().item()
+               for n in range(start, 3 * L + 1))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", choices("scaling"))
+@pytest.mark.parametrize("pos", choices("pos"))
+def test_cached_decoding_equals_a_full_forward_at_every_length(pos, name):
+    model, trained = build(pos)
+    resolve = resolver(name, trained)
+    try:
+        resolve(2 * L)
+    except Unfit:
+        pytest.skip(f"{name} does not fit {pos}")
+    assert compare(model, resolve) < 1e-3  # of logits of about 10
+
+
+@pytest.mark.parametrize("name", ["none", "ntk", "window", "dynamic_ntk"])
+def test_linear_attention_and_grouped_keys_and_qk_norm_decode_alike(name):
+    for more in (["attention=linear"], ["model.n_kv_heads=1"], ["model.qk_norm=true"]):
+        model, trained = build("rope", *more)
+        assert compare(model, resolver(name, trained)) < 1e-3
+
+
+def test_several_new_tokens_at_once():
+    for name in ("none", "window", "rerope"):
+        model, trained = build("rope")
+        scaled = resolver(name, trained)(40)
+        x, cache = text(40), gpt.Cache()
+        with torch.inference_mode():
+            parts = [model.scores(part, part.shape[1], scaled, cache) for part in x.split([7, 20, 13], dim=1)]
+            assert torch.allclose(torch.cat(parts, 1), model(x, scaled=scaled), atol=1e-3)
+
+
+def test_rebased_keys_are_exact_for_one_layer_and_turned_keys_are_not():
+    """transformers#25104: keys that were cached as turned at their own length meet queries of another base."""
+    model, trained = build("rope", layers=1)
+    resolve = resolver("dynamic_ntk", trained)
+    assert compare(model, resolve, "rebased") < 1e-3
+
+    def turned_logits(x: torch.Tensor) -> torch.Tensor:
+        keys, values = [], []
+        block = model.blocks[0]
+        for n in range(1, x.shape[1] + 1):
+            scaled = resolve(n)
+            new, at = x[:, n - 1 : n], torch.tensor([n - 1])
+            h = model.pos.embed(model.tokens(new), at)
+            qkv = block.attention.qkv(block.norm1(h)).unflatten(-1, (-1, 16))
+            q, k, v = model.pos.rotate_qkv(qkv, (2, 2, 2), model.pos.prepare(at, scaled), None)
+            keys, values = [*keys, k], [*values, v]
+            K, W = torch.cat(keys, 1).transpose(1, 2), torch.cat(values, 1).transpose(1, 2)
+            y = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), K, W)
+            h = h + block.attention.out(y.transpose(1, 2).flatten(2))
+            h = h + block.mlp(block.norm2(h))
+        return model.head(model.norm(h))[:, -1]
+
+    with torch.inference_mode():
+        for n, equal in ((L, True), (3 * L, False)):
+            x = text(n)
+            assert torch.allclose(turned_logits(x), full(model, x, resolve(n)), atol=1e-3) == equal
+
+
+def test_rebased_keys_are_static_methods_own_speed_and_close_for_dynamic_ones():
+    model, trained = build("rope", layers=3)
+    assert compare(model, resolver("none", trained), "rebased") < 1e-3
+    reads = []
+    scores, model.scores = model.scores, lambda new, *rest: (reads.append(new.shape[1]), scores(new, *rest))[1]
+    compare(model, resolver("dynamic_ntk", trained), "rebased")
+    assert reads == [5, *[1] * (3 * L - 5)]
+    reads.clear()
+    compare(model, resolver("dynamic_ntk", trained), "exact")
+    assert reads == [5, *[1] * (L - 5), *range(L + 1, 3 * L + 1)]
+
+
+def test_draw_takes_the_likeliest_or_among_the_top_k():
+    logits, g = torch.tensor([0.0, 3.0, 2.0, -1.0]), torch.Generator().manual_seed(0)
+    assert draw(logits, 0, None, g) == 1 == draw(logits, 1.0, 1, g)
+    drawn = [draw(logits, 1.0, 2, g) for _ in range(2000)]
+    assert set(drawn) == {1, 2}
+    assert sum(x == 1 for x in drawn) / 2000 == pytest.approx(1 / (1 + 2.718281828**-1), abs=0.04)
+
+
+@pytest.mark.parametrize(
+    "prompt", ["def ", " it's [a, b], {x: 1}=", "${y} $", "a\\\\b \\ end\\", "'", '"q"', "", "naïve ≤ 3", "\\'"]
+)
+def test_a_prompt_is_taken_as_it_is(prompt):
+    assert composed("sample", f"prompt={verbatim(prompt)}").prompt == prompt
+
+
+def test_the_command_writes_the_same_for_the_same_seed(here):
+    run_train("steps=2", "name=a")
+    args = ("prompt=def ", "scaling=ntk", "tokens=90", "run=a", "dtype=float32")
+    first, again = (command("sample.py", *args, "seed=1", cwd=here) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("def ") and first.stdout == again.stdout
+    assert first.stdout != command("sample.py", *args, "seed=2", cwd=here).stdout
+    assert "run: a" in first.stderr and "tokens/s" in first.stderr
+    for bad, right in (
+        ("tokens=0", "error: tokens=0: must be at least 1"),
+        ("temperature=-1", "error: temperature=-1.0: must be at least 0"),
+        ("decode=fast", "error: decode=fast: must be exact or rebased"),
+        ("run=b", "error: run=b: no trained run of that name"),
+        ("scaling=nope", "error: In 'sample': Could not find 'scaling/nope'"),
+    ):
+        done = command("sample.py", *args[:2], bad, cwd=here)
+        assert done.returncode == 1 and done.stderr.startswith(right), done.stderr
+    run_train("steps=1", "pos=learned", "name=l")
+    done = command("sample.py", "run=l", "tokens=90", cwd=here)
+    assert done.returncode == 1 and "pos=learned has 64 positions" in done.stderr
+    assert not list(ROOT.glob("outputs"))
