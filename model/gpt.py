@@ -66,12 +66,18 @@ def attend(
         if far is None:
             outputs.append(F.scaled_dot_product_attention(rows, k_, v_, attn_mask=mask))
             continue
-        with torch.autocast(q.device.type, enabled=False):  # scores in at least float32, as SDPA has them
-            wide = torch.promote_types(q.dtype, torch.float32)
-            scores = rows.to(wide) @ k_.to(wide).transpose(-1, -2)
-            clipped = far[0][:, :, start:stop].to(wide) @ keys(far[1], sinks, near, 2).to(wide).transpose(-1, -2)
-            scores = torch.where(distance < scaled.clip, scores, clipped) * D**-0.5 + mask
-            outputs.append(scores.softmax(-1).to(v.dtype) @ v_)
+        # Each key as near, as far, or, where some of these queries have it near and others far, as both: heads twice as
+        # wide hold q beside the far q, against near keys beside zeros.
+        place, far_k = keys(place, sinks, near, 0), keys(far[1], sinks, near, 2)
+        some_near = int((place <= asking.start - scaled.clip).sum())
+        some_far = int((place <= asking.stop - 1 - scaled.clip).sum())
+        wide_q = torch.cat((rows, far[0][:, :, start:stop]), dim=-1)
+        wide_k = torch.cat((F.pad(far_k[:, :, :some_far], (D, 0)), F.pad(k_[:, :, some_near:], (0, D))), dim=2)
+        wide_v = F.pad(torch.cat((v_[:, :, :some_far], v_[:, :, some_near:]), dim=2), (0, D))
+        clipped = mask[..., :some_far].masked_fill(distance[:, :some_far] < scaled.clip, -math.inf)
+        local = mask[..., some_near:].masked_fill(distance[:, some_near:] >= scaled.clip, -math.inf)
+        mask = torch.cat((clipped, local), dim=-1)
+        outputs.append(F.scaled_dot_product_attention(wide_q, wide_k, wide_v, mask, scale=D**-0.5)[..., :D])
     return torch.cat(outputs, dim=2)
 
 
