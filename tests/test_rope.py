@@ -489,6 +489,22 @@ def test_the_gpt_is_the_same_model_by_either_path(pos, qk_norm, monkeypatch):
         assert (a - b).abs().max() < 2e-4 * (1 + a.abs().max())
 
 
+def test_the_gpt_with_the_kernel_under_ddp(tmp_path, monkeypatch):
+    """One process is enough for its hooks and buckets: the gradients are those of the model alone."""
+    monkeypatch.setattr(op, "kernel", "triton")
+    model = gpt.build(train_settings("pos=rope", *SMALL), 50)
+    x = tokens()
+    model(x).square().mean().backward()
+    alone = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        torch.nn.parallel.DistributedDataParallel(model)(x).square().mean().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), alone, strict=True))
+
+
 def test_qk_norm_is_a_norm_of_each_head(monkeypatch):
     monkeypatch.setattr(op, "kernel", "auto")
     model, plain = (gpt.build(train_settings(*SMALL, f"model.qk_norm={on}"), 50) for on in (True, False))
