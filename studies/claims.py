@@ -5,6 +5,7 @@ seeds and documents. The verdict follows from the intervals by `verdict`, and is
 """
 
 import argparse
+import csv
 import json
 import math
 import sys
@@ -60,6 +61,7 @@ def no_worse(run: str, label: str, n: int, run_b: str, label_b: str, n_b: int) -
     return Check(At(run, label, n), At(run_b, label_b, n_b), SAME, less=True)
 
 
+DECAY = [(500, 5000), (5000, 50000)]
 CLAIMS = [
     Claim(
         "Learned embeddings do not extrapolate",
@@ -194,6 +196,12 @@ CLAIMS = [
         [worse("rope", "pi", 4 * L, "rope", "yarn", 4 * L), worse("rope", "none", 4 * L, "rope", "pi", 4 * L)],
     ),
     Claim(
+        "YaRN beats PI without fine-tuning, at 8 L",
+        "llama.cpp#2268",
+        "86 against 117",
+        [worse("rope", "pi", 8 * L, "rope", "yarn", 8 * L)],
+    ),
+    Claim(
         "YaRN without fine-tuning beats the window at 2 L",
         "this project",
         "the bar for use of context",
@@ -228,6 +236,18 @@ CLAIMS = [
         "Su, kexue.fm/9948",
         "in words",
         [worse("base500", "none", L, "rope", "none", L), worse("base500", "none", 4 * L, "base500", "none", L)],
+    ),
+    Claim(
+        "A larger base weakens the decay of q . k with distance",
+        "Su et al., 2104.09864, 3.4.3; the published decay study",
+        "in pictures, base 500 to 50000",
+        [Check(At(f"decay base {b}", "score", L), At(f"decay base {a}", "score", L)) for a, b in DECAY],
+    ),
+    Claim(
+        "A smaller base reads further past L than a larger one",
+        "OpenLMLab/scaling-rope, tuned at 16k",
+        "base 500 51.3, base 1e6 8350 at 1M",
+        [worse("base1000000", "none", 8 * L, "base500", "none", 8 * L)],
     ),
     Claim(
         "A larger base costs short-range resolution",
@@ -271,7 +291,10 @@ The verdict follows from the intervals: all on the claim's side of its margin, o
 
 
 def nll(rows: list[dict], at: At) -> dict[int, np.ndarray]:
-    """seed -> nats per token of each document."""
+    """seed -> nats per token of each document; of the decay study, q . k / D at each distance from n on."""
+    if at.run.startswith("decay"):
+        with (ROOT / "results/decay.csv").open() as f:
+            return {0: np.array([float(x[f"{at.run[6:]} {at.label}"]) for x in csv.DictReader(f)])[at.n :]}
     found = [r for r in rows if (r["name"].rpartition("-s")[0], r["label"], r["n"]) == (at.run, at.label, at.n)]
     return {r["seed"]: np.array(r["nll"]) * len(r["nll"]) / r["tokens"] for r in found}
 
