@@ -73,13 +73,13 @@ def prepare(cfg: dict, cache: str) -> Corpus:
             return _open(folder, key, cfg["tokenizer"])
         except (OSError, ValueError, KeyError) as e:
             print(f"cache: {folder} is damaged ({e}): preparing it again", file=sys.stderr)
+            shutil.rmtree(folder, ignore_errors=True)
     # Built aside and renamed, so that a kill or a full disk leaves nothing that looks finished.
     aside = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
         _build(aside, cfg, list(call(documents, own, "data")))
-        shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
     except OSError as e:
         if not folder.exists():  # else another process was first with the same files

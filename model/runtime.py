@@ -45,6 +45,7 @@ def compile_blocks(model: nn.Module) -> None:
 
     Not the whole model: that is no faster here and takes longer to compile.
     """
+    torch.compiler.reset()  # what an earlier job of a sweep compiled counts against dynamo's limit of recompilations
     torch._dynamo.config.suppress_errors = True  # no compiler, or one that fails: go on without
     for block in model.blocks:
         block.compile(dynamic=False)
