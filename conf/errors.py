@@ -4,6 +4,7 @@ import functools
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,10 @@ def one_line_errors(function: Callable) -> Callable:
             job = " ".join(HydraConfig.get().overrides.task)
             print(f"error: {job}: {line}", file=sys.stderr)
             return Failed(job)
+        rank = os.environ.get("RANK", "0")
+        if rank != "0":  # under torchrun: a mistake that rank 0 sees, too, ends this process before it repeats the line
+            time.sleep(2)
+            line = f"rank {rank}: {line}"
         sys.exit(f"error: {line}")
 
     return wrapped

@@ -12,13 +12,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from model import parallel
+
 # Below this many FLOPs of training a cold compile (about half a minute on two cores) costs more than it gains.
 COMPILE_GAINS_FROM = 4e13
 
 
 def pick_device(name: str) -> torch.device:
+    """name, or for auto a GPU if there is one. Under torchrun each process of a machine takes a GPU of its own."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and parallel.world() > 1:
+        local, n = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if local >= n:
+            raise ValueError(
+                f"device=cuda: process {local} of this machine finds {n} GPUs: --nproc_per_node={n} at most"
+            )
+        name = f"cuda:{local}"
+        torch.cuda.set_device(local)
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -72,7 +83,8 @@ class Stop:
 
     def _note(self, number: int, frame: Any) -> None:
         self.signal = number
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if parallel.world() == 1:  # torchrun sends on the Ctrl-C that its children have had already
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def __exit__(self, *exc: Any) -> None:
         for number, handler in self.before.items():
@@ -83,7 +95,7 @@ class Stop:
 
     @property
     def exit_code(self) -> int:
-        return 128 + self.signal
+        return 128 + (self.signal or signal.SIGTERM)  # none here: it was another process that was told
 
 
 @contextmanager
@@ -101,7 +113,7 @@ def tracker(project: str, job_type: str, group: str, name: str, config: dict, st
         with contextlib.suppress(Exception):
             mode = "online" if wandb.login(prompt=False, verify=False) else None
     run = None
-    for attempt in dict.fromkeys([mode or "offline", "offline", "disabled"]):
+    for attempt in dict.fromkeys([mode or "offline", "offline", "disabled"] if parallel.rank() == 0 else ["disabled"]):
         try:
             settings = wandb.Settings(init_timeout=15, silent=True, console="off")
             about = {"job_type": job_type, "group": group, "name": name, "config": config}
