@@ -150,7 +150,7 @@ def main(hydra_cfg: DictConfig) -> None:
         def losses(tokens: Tensor, targets: Tensor) -> Tensor:
             with runtime.autocast(device, cfg.dtype):
                 nats = model.losses(tokens.to(device), targets.to(device), scaled=scaled).double().cpu()
-            bar.update(tokens.numel() * parallel.world())
+            bar.update(min(tokens.numel() * parallel.world(), bar.total - bar.n))  # about what all have read
             if stop:
                 bar.close()
                 print(f"stopped; the curves that were finished are kept in {run / 'eval'}")
@@ -163,7 +163,7 @@ def main(hydra_cfg: DictConfig) -> None:
 
     curves: dict[str, list[dict]] = {}
     positions: dict[str, list[dict]] = {}
-    with parallel.survivor(), runtime.Stop() as stop, torch.inference_mode():
+    with runtime.Stop() as stop, parallel.survivor(stop), torch.inference_mode():
         for curve, (knobs, file) in specs.items():
             if cfg.positions:
                 bar.set_postfix_str(f"{curve}, by position", refresh=False)

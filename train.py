@@ -161,8 +161,8 @@ def main(hydra_cfg: DictConfig) -> None:
                disable=parallel.rank() > 0)  # fmt: skip
     config = {**asdict(cfg), "n_parameters": n_params, "device": device.type}
     with (
-        parallel.survivor(),
         runtime.Stop() as stop,
+        parallel.survivor(stop),
         runtime.tracker(cfg.project, "train", cfg.name, cfg.name, config, "train/step") as log,
         bar,
     ):

@@ -7,7 +7,10 @@ parameters, gradients and the optimizer's state as well (FSDP2). Rank 0 alone wr
 import atexit
 import math
 import os
+import signal
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +23,12 @@ from torch import Tensor, nn
 
 from conf.errors import check
 
-PATIENCE = timedelta(hours=3)  # rank 0 may be preparing a large corpus; a process that dies is noticed at once
+PATIENCE = timedelta(hours=3)  # rank 0 may be preparing a large corpus; a process that dies is noticed before
+GRACE = 15  # seconds in which a signal must be seen; torchrun itself waits for 30
+ALONE = (
+    "another process of this job ended, so this one cannot go on; "
+    "the same command, with any number of processes, goes on from what was saved"
+)
 
 
 def world() -> int:
@@ -51,17 +59,37 @@ def join(device: torch.device) -> None:
 
 
 @contextmanager
-def survivor() -> Iterator[None]:
-    """A process that is left alone says so in one line."""
+def survivor(stop: Any) -> Iterator[None]:
+    """A process that is left alone by another says so in one line. stop: true once the main thread saw a signal.
+
+    Most often its collective breaks. Where it never returns, the main thread cannot see the SIGTERM by which torchrun
+    ends the survivors, and a thread beside it ends the process.
+    """
+    if world() == 1:
+        yield
+        return
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell)
+
+    def watch() -> None:
+        if os.read(told, 1):  # nothing once tell is closed
+            time.sleep(GRACE)
+            if not stop:
+                print(f"error: {ALONE}", file=sys.stderr, flush=True)
+                os._exit(1)
+        os.close(told)
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     except RuntimeError as e:  # gloo has no class of its own
-        if world() == 1 or not (isinstance(e, dist.DistError) or any(x in str(e) for x in ("gloo", "NCCL"))):
+        if not (isinstance(e, dist.DistError) or any(x in str(e) for x in ("gloo", "NCCL"))):
             raise
-        raise ConnectionError(
-            "another process of this job ended, so this one cannot go on; "
-            "the same command, with any number of processes, goes on from what was saved"
-        ) from None
+        raise ConnectionError(ALONE) from None
+    finally:
+        signal.set_wakeup_fd(-1)
+        os.close(tell)
 
 
 def once(work: Callable[[], Any]) -> Any:
