@@ -124,6 +124,8 @@ def main(hydra_cfg: DictConfig) -> None:
     held_out = tokens.validation(corpus, cfg.ctx, cfg.val_windows)
     token_bytes = torch.from_numpy(corpus.token_bytes)
     n_params = model.n_parameters()
+    flops = runtime.flops_per_token(n_params, cfg.model, cfg.ctx)
+    peak = runtime.peak_flops(device, cfg.dtype) if cfg.attention == "softmax" else None
     # Decided by the whole run, not by what is left of it: a resumed run must round as an uninterrupted one does.
     compiles = runtime.should_compile(cfg.compile, device, 6 * n_params * cfg.batch_tokens * cfg.steps)
 
@@ -169,6 +171,7 @@ def main(hydra_cfg: DictConfig) -> None:
         validation: dict[str, float] = {}
         health = torch.zeros((), device=device)  # becomes NaN with the first loss or gradient that does, and stays so
         began, saved, stopping = time.monotonic(), start, False
+        since, counted = began, start  # for the speed: where the last log, validation or checkpoint ended
         for step in range(start, cfg.steps):
             if compiles and step >= COMPILE_AT:
                 bar.set_postfix_str("compiling, about half a minute the first time")
@@ -196,12 +199,13 @@ def main(hydra_cfg: DictConfig) -> None:
             done, last = step + 1, step + 1 == cfg.steps
             stopping = parallel.anyone(bool(stop))
             if done % cfg.log_every == 0 or last:  # .item() waits for the GPU, so not at every step
-                loss = parallel.mean(loss)
-                elapsed = time.monotonic() - began
-                speed = (done - start) * cfg.batch_tokens / elapsed
-                bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
-                log.log({"train/step": done, "train/loss": loss.item(), "train/lr": lr, "train/tokens_per_s": speed,
-                         "train/grad_norm": norm.item(), "train/tokens": done * cfg.batch_tokens})  # fmt: skip
+                loss = parallel.mean(loss).item()
+                speed = (done - counted) * cfg.batch_tokens / (time.monotonic() - since)
+                mfu = {"train/mfu": speed * flops / (peak * parallel.world())} if peak else {}
+                shown = f"{mfu['train/mfu']:.1%}" if mfu else "n/a"
+                bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tok/s, MFU {shown}", refresh=False)
+                log.log({"train/step": done, "train/loss": loss, "train/lr": lr, "train/tokens_per_s": speed,
+                         "train/grad_norm": norm.item(), "train/tokens": done * cfg.batch_tokens, **mfu})  # fmt: skip
             saving = done % cfg.save_every == 0 or last or stopping
             if (saving or done % cfg.log_every == 0) and not torch.isfinite(parallel.mean(health)):
                 kept = f"{run}/ckpt.pt keeps step {saved}" if saved else "nothing was saved yet"
@@ -222,6 +226,8 @@ def main(hydra_cfg: DictConfig) -> None:
                         "model": model.state_dict(), "optimizer": optimizer.state_dict()}  # fmt: skip
                     parallel.once(lambda state=state | plain: checkpoint.save(run, state))
                 saved = done
+            if saving or done % cfg.log_every == 0 or done % cfg.val_every == 0:
+                since, counted = time.monotonic(), done
             if stopping and not last:
                 break
     if stopping and saved < cfg.steps:

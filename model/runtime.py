@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from conf.schema import ModelConfig
 from model import parallel
 
 # Below this many FLOPs of training a cold compile (about half a minute on two cores) costs more than it gains.
@@ -45,6 +46,31 @@ def uses_bfloat16(device: torch.device, dtype: str) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+# Dense bfloat16 matrix FLOP/s with float32 sums, from NVIDIA's data sheets; a name's first match counts. The sheets of
+# Hopper and later quote twice as much, with sparsity.
+PEAKS = {
+    "A100": 312e12, "A800": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12,
+    "H800": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Of one GPU; None where it is not known: another GPU, a slice of one (MIG), a CPU, float32."""
+    if device.type != "cuda" or not uses_bfloat16(device, dtype):
+        return None
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(gpu: str) -> float | None:
+    words = f" {gpu.replace('-', ' ')} "
+    return None if " MIG " in words else next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
+
+
+def flops_per_token(n_parameters: int, m: ModelConfig, ctx: int) -> int:
+    """Of training: 6 N + 12 L H Q T (PaLM, Chowdhery et al., arXiv 2204.02311, appendix B), N all parameters."""
+    return 6 * n_parameters + 12 * m.n_layers * m.n_heads * m.head_dim * ctx
 
 
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager:

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from model import checkpoint, parallel
 
@@ -27,6 +25,9 @@ def newest(run: Path) -> dict[str, Any] | None:
 
 def save(run: Path, plain: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """plain.pt is written last, so a folder that has one is whole; only then the older ones go."""
+    import torch.distributed.checkpoint as dcp  # here and below: half a second that other runs need not pay
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
     folder = run / "shards" / str(plain["step"])
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
@@ -42,6 +43,9 @@ def save(run: Path, plain: dict[str, Any], model: nn.Module, optimizer: torch.op
 
 
 def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
     weights, moments = get_state_dict(model, optimizer)  # of the right shapes, to be filled
     dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
@@ -49,6 +53,8 @@ def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
     """The states of model and optimizer in rank 0's memory, as a run on one device has them; nothing elsewhere."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights, moments = get_state_dict(model, optimizer, options=options)
     if not moments:

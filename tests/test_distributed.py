@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -178,6 +180,34 @@ def test_a_batch_that_cannot_be_shared_is_one_line_and_nothing_is_written(here):
     ours = [line for line in err.splitlines() if line.startswith("error")]
     assert code != 0 and ours == ["error: batch_tokens=512: must be a multiple of ctx x WORLD_SIZE = 64 x 3 = 192"]
     assert not Path("runs").exists() and 'train.py", line' not in err  # the traceback that follows is torchrun's
+
+
+def test_the_readmes_slurm_script_saves_and_queues_again(here):
+    """SLURM's own commands stood in for: srun runs its arguments, scontrol writes down what it was asked."""
+    script = re.search(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "README.md").read_text(), flags=re.S)[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for ours, here_ in (("=8 --rdzv", "=2 --rdzv"), ("29500", str(port)), ("train.py exp=gpt2", f"{ROOT}/train.py")):
+        assert ours in script
+        script = script.replace(ours, here_)
+    script = script.replace("name=gpt2", " ".join([*SETTINGS, "name=x"]))
+    Path("bin").mkdir()
+    for name, body in {
+        "srun": 'exec "$@"',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+        "scontrol": f'[ "$1" = show ] && echo localhost || echo "$@" >> {here}/asked',
+    }.items():
+        Path("bin", name).write_text(f"#!/bin/bash\n{body}\n")
+        Path("bin", name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{here}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+           "SLURM_JOB_NODELIST": "x", "SLURM_NNODES": "1", "SLURM_JOB_ID": "7"}  # fmt: skip
+    batch = subprocess.Popen(["bash", "-c", script], env=env, stdout=-1, stderr=-1, text=True)
+    wait_for(batch, "runs/x/ckpt.pt")
+    batch.send_signal(signal.SIGTERM)
+    _, out, err = finish(batch)
+    assert "stopped: runs/x is saved at step" in out, err
+    assert Path("asked").read_text() == "requeue 7\n"
 
 
 def test_shares_and_turns(monkeypatch):
