@@ -27,7 +27,7 @@ from conf.errors import entry, one_line_errors
 from conf.registry import usual
 from conf.schema import EvalConfig, TrainConfig, eval_config
 from data import tokens
-from model import checkpoint, gpt, protocols, runtime, scaling
+from model import checkpoint, gpt, parallel, protocols, runtime, scaling
 from model.scaling import Unfit
 from studies import spectrum
 
@@ -93,9 +93,10 @@ def main(hydra_cfg: DictConfig) -> None:
     run = Path(cfg.runs) / name
     device = runtime.pick_device(cfg.device)
     kernels.choose(cfg.kernel, device)
+    parallel.join(device)
     state = checkpoint.load(run, device)
     train: TrainConfig = state["cfg"]
-    corpus = tokens.prepare(train.data, cfg.cache)
+    corpus = parallel.once(lambda: tokens.prepare(train.data, cfg.cache)) or tokens.prepare(train.data, cfg.cache)
     if corpus.key != state["corpus"]:
         raise ValueError(f"{run}: its corpus has changed since it was trained, so nothing is held out: train again")
     names, text = tokens.long_documents(corpus, ctx, cfg.documents, start=cfg.protocol == "prefix")
@@ -140,7 +141,8 @@ def main(hydra_cfg: DictConfig) -> None:
     total = len(todo) * sum(protocols.cost(score, text, n) for n in ns) + cfg.positions * len(specs) * len(text) * ctx
     total += len(text) * L
     bar = tqdm(total=total, unit="tok", unit_scale=True, dynamic_ncols=True,
-               mininterval=0.5 if sys.stderr.isatty() else 15, disable=not (todo or cfg.positions))  # fmt: skip
+               mininterval=0.5 if sys.stderr.isatty() else 15,
+               disable=parallel.rank() > 0 or not (todo or cfg.positions))  # fmt: skip
 
     def measure(protocol: protocols.Protocol, n: int, scaled: scaling.Scaled) -> Tensor:
         """What the protocol scores, nats [documents, scored], a few documents at a time."""
@@ -148,18 +150,20 @@ def main(hydra_cfg: DictConfig) -> None:
         def losses(tokens: Tensor, targets: Tensor) -> Tensor:
             with runtime.autocast(device, cfg.dtype):
                 nats = model.losses(tokens.to(device), targets.to(device), scaled=scaled).double().cpu()
-            bar.update(tokens.numel())
+            bar.update(min(tokens.numel() * parallel.world(), bar.total - bar.n))  # about what all have read
             if stop:
                 bar.close()
                 print(f"stopped; the curves that were finished are kept in {run / 'eval'}")
                 sys.exit(stop.exit_code)
             return nats
 
-        return torch.cat([protocol(losses, part, n) for part in text.split(max(1, TOKENS_AT_ONCE // n))])
+        # Several processes share the documents by whole passes, so that every number is the one that one process gets
+        mine = text.split(max(1, TOKENS_AT_ONCE // n))[parallel.rank() :: parallel.world()]
+        return torch.cat(parallel.gather([protocol(losses, part, n) for part in mine]))
 
     curves: dict[str, list[dict]] = {}
     positions: dict[str, list[dict]] = {}
-    with runtime.Stop() as stop, torch.inference_mode():
+    with runtime.Stop() as stop, parallel.survivor(stop), torch.inference_mode():
         for curve, (knobs, file) in specs.items():
             if cfg.positions:
                 bar.set_postfix_str(f"{curve}, by position", refresh=False)
@@ -211,6 +215,8 @@ def main(hydra_cfg: DictConfig) -> None:
                 }
                 log.log({"eval/ctx": row["n"], **point})
 
+    if parallel.rank() > 0:
+        return
     kind = "" if cfg.protocol == "matched" else f"-{cfg.protocol}"
     picture = run / "eval" / f"ctx{ctx}{kind}.png"
     drawn = compare.select([compare.read(f) for f in (run / "eval").glob("*.jsonl")], target_key)
@@ -220,7 +226,8 @@ def main(hydra_cfg: DictConfig) -> None:
 
 def write_rows(file: Path, rows: list[dict]) -> None:
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    checkpoint.write_atomically(file, lambda f: f.write(text.encode()))
+    if parallel.rank() == 0:
+        checkpoint.write_atomically(file, lambda f: f.write(text.encode()))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,14 @@ import functools
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 from hydra._internal import utils as hydra_utils
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
 
@@ -30,8 +33,15 @@ def one_line(e: BaseException) -> str:
 USERS_MISTAKES = (ValueError, OSError, HydraException, OmegaConfBaseException)
 
 
+class Failed(str):
+    """What a job of a sweep returns in place of a result: its part of the command line."""
+
+
 def one_line_errors(function: Callable) -> Callable:
-    """A user's mistake inside function becomes one clear line and exit code 1. HYDRA_FULL_ERROR=1 shows all."""
+    """A user's mistake inside function becomes one clear line and exit code 1. HYDRA_FULL_ERROR=1 shows all.
+
+    A job of a sweep (-m) says its line and returns Failed: an exit would take the jobs after it along.
+    """
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -40,14 +50,32 @@ def one_line_errors(function: Callable) -> Callable:
         except USERS_MISTAKES as e:
             if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 raise
-            sys.exit(f"error: {one_line(e)}")
+            line = one_line(e)
         except KeyboardInterrupt:
             sys.exit(130)
+        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+            job = " ".join(HydraConfig.get().overrides.task)
+            print(f"error: {job}: {line}", file=sys.stderr)
+            return Failed(job)
+        rank = os.environ.get("RANK", "0")
+        if rank != "0":  # under torchrun: a mistake that rank 0 sees, too, ends this process before it repeats the line
+            time.sleep(2)
+            line = f"rank {rank}: {line}"
+        sys.exit(f"error: {line}")
 
     return wrapped
 
 
+def whole(function: Callable) -> Any:
+    """function(), which is Hydra's whole run. A sweep that lost jobs ends with their names and exit code 1."""
+    result = function()
+    jobs = [job.return_value for batch in result for job in batch] if isinstance(result, list) else []
+    if failed := [job for job in jobs if isinstance(job, Failed)]:
+        sys.exit(f"error: {len(failed)} of {len(jobs)} jobs failed, as said above: {'; '.join(failed)}")
+    return result
+
+
 def entry(main: Callable[[], None]) -> None:
     """Run a Hydra main; the mistakes that Hydra itself finds become one line, too."""
-    hydra_utils.run_and_report = one_line_errors(lambda function: function())  # it would print many lines
+    hydra_utils.run_and_report = one_line_errors(whole)  # it would print many lines
     main()

@@ -69,6 +69,7 @@ class TrainConfig:
     steps: int = MISSING
     seed: int = 0
     dtype: str = "auto"
+    shard: bool = False
     val_every: int = MISSING
     val_windows: int = MISSING
     # run control: may differ between a run's start and its continuation

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -40,18 +41,24 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 
 
 def start(run: Path, cfg: TrainConfig) -> None:
-    """Make the run's folder, with its settings in config.json."""
+    """Make the run's folder, with its settings in config.json; weights that are there (fresh=true) go."""
+    (run / "ckpt.pt").unlink(missing_ok=True)
+    shutil.rmtree(run / "shards", ignore_errors=True)
     text = json.dumps(asdict(cfg), indent=1)
     write_atomically(run / "config.json", lambda f: f.write(text.encode()))
 
 
 def save(run: Path, state: dict[str, Any]) -> None:
     write_atomically(run / "ckpt.pt", lambda f: torch.save({"format": FORMAT, **state}, f))
+    shutil.rmtree(run / "shards", ignore_errors=True)  # the parts that a whole replaces: model/shards.py
 
 
 def load(run: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     """The state that save was given, plus cfg, its TrainConfig. ValueError if the file is not one of ours, whole."""
-    path = run / "ckpt.pt"
+    return read(run / "ckpt.pt", device)
+
+
+def read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     try:
         state = torch.load(path, map_location=device, weights_only=True)
         if not isinstance(state, dict) or state.get("format") != FORMAT:

@@ -12,13 +12,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from conf.schema import ModelConfig
+from model import parallel
+
 # Below this many FLOPs of training a cold compile (about half a minute on two cores) costs more than it gains.
 COMPILE_GAINS_FROM = 4e13
 
 
 def pick_device(name: str) -> torch.device:
+    """name, or for auto a GPU if there is one. Under torchrun each process of a machine takes a GPU of its own."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and parallel.world() > 1:
+        local, n = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if local >= n:
+            raise ValueError(
+                f"device=cuda: process {local} of this machine finds {n} GPUs: --nproc_per_node={n} at most"
+            )
+        name = f"cuda:{local}"
+        torch.cuda.set_device(local)
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -36,6 +48,31 @@ def uses_bfloat16(device: torch.device, dtype: str) -> bool:
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
+# Dense bfloat16 matrix FLOP/s with float32 sums, from NVIDIA's data sheets; a name's first match counts. The sheets of
+# Hopper and later quote twice as much, with sparsity.
+PEAKS = {
+    "A100": 312e12, "A800": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12,
+    "H800": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Of one GPU; None where it is not known: another GPU, a slice of one (MIG), a CPU, float32."""
+    if device.type != "cuda" or not uses_bfloat16(device, dtype):
+        return None
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(gpu: str) -> float | None:
+    words = f" {gpu.replace('-', ' ')} "
+    return None if " MIG " in words else next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
+
+
+def flops_per_token(n_parameters: int, m: ModelConfig, ctx: int) -> int:
+    """Of training: 6 N + 12 L H Q T (PaLM, Chowdhery et al., arXiv 2204.02311, appendix B), N all parameters."""
+    return 6 * n_parameters + 12 * m.n_layers * m.n_heads * m.head_dim * ctx
+
+
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager:
     return torch.autocast(device.type, torch.bfloat16, enabled=uses_bfloat16(device, dtype))
 
@@ -45,6 +82,7 @@ def compile_blocks(model: nn.Module) -> None:
 
     Not the whole model: that is no faster here and takes longer to compile.
     """
+    torch.compiler.reset()  # what an earlier job of a sweep compiled counts against dynamo's limit of recompilations
     torch._dynamo.config.suppress_errors = True  # no compiler, or one that fails: go on without
     for block in model.blocks:
         block.compile(dynamic=False)
@@ -71,7 +109,8 @@ class Stop:
 
     def _note(self, number: int, frame: Any) -> None:
         self.signal = number
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if parallel.world() == 1:  # torchrun sends on the Ctrl-C that its children have had already
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def __exit__(self, *exc: Any) -> None:
         for number, handler in self.before.items():
@@ -82,7 +121,7 @@ class Stop:
 
     @property
     def exit_code(self) -> int:
-        return 128 + self.signal
+        return 128 + (self.signal or signal.SIGTERM)  # none here: it was another process that was told
 
 
 @contextmanager
@@ -100,7 +139,7 @@ def tracker(project: str, job_type: str, group: str, name: str, config: dict, st
         with contextlib.suppress(Exception):
             mode = "online" if wandb.login(prompt=False, verify=False) else None
     run = None
-    for attempt in dict.fromkeys([mode or "offline", "offline", "disabled"]):
+    for attempt in dict.fromkeys([mode or "offline", "offline", "disabled"] if parallel.rank() == 0 else ["disabled"]):
         try:
             settings = wandb.Settings(init_timeout=15, silent=True, console="off")
             about = {"job_type": job_type, "group": group, "name": name, "config": config}

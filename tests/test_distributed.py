@@ -1,0 +1,232 @@
+"""torchrun with 2 gloo processes on the CPU: the same run as with one, stopped, killed, resumed at another number."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from model import checkpoint, parallel
+from tests.conftest import ROOT, run_train
+
+STEPS = 120
+SETTINGS = ("exp=smoke", f"steps={STEPS}", "dtype=float32", "save_every=10", "val_every=40", "log_every=1")
+
+
+def torchrun(n: int, script: str, *args: str, **env: str) -> subprocess.Popen:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
+    full = {**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env}
+    return subprocess.Popen(
+        [*start, str(ROOT / script), *args], env=full, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def succeed(process: subprocess.Popen) -> str:
+    code, out, err = finish(process)
+    assert code == 0, err
+    return out
+
+
+def wait_for(process: subprocess.Popen, pattern: str) -> None:
+    until = time.monotonic() + 60
+    while not list(Path().glob(pattern)):
+        assert time.monotonic() < until and process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def losses(folder: Path) -> list[float]:
+    """train/loss of every step, as wandb has it, from the only run there."""
+    (run,) = folder.glob("wandb/offline-run-*")  # a second would be of a rank that must not log
+    inspect = [sys.executable, "-m", "wandb", "leet", "inspect", str(run), "--json"]
+    lines = subprocess.run(inspect, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    rows = [json.loads(line)["history"]["item"] for line in lines if '"type":"history"' in line]
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+def far(a: dict, b: dict) -> float:
+    """The largest difference between the weights, or the moments, of two portable checkpoints."""
+    assert a.keys() == b.keys() and a["model"].keys() == b["model"].keys()
+    pairs = [(a["model"][k], b["model"][k]) for k in a["model"]]
+    sa, sb = a["optimizer"]["state"], b["optimizer"]["state"]
+    pairs += [(sa[i][k], sb[i][k]) for i in sa for k in sa[i]]
+    assert a["optimizer"]["param_groups"] == b["optimizer"]["param_groups"]
+    return max((x - y).abs().max().item() for x, y in pairs)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, cache) -> Path:
+    """A folder with runs/alone, trained by one process, and its wandb run."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / ".cache").symlink_to(cache)
+    start = [sys.executable, str(ROOT / "train.py"), *SETTINGS, "name=alone"]
+    done = subprocess.run(
+        start, cwd=folder, env={**os.environ, "WANDB_MODE": "offline"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def reference(alone: Path) -> dict:
+    return checkpoint.load(alone / "runs" / "alone")
+
+
+def test_two_processes_train_as_one_does(here, alone):
+    """Also with accumulation: 4 rows each, 2 at a time, where one process has all 8 at once."""
+    out = succeed(torchrun(2, "train.py", *SETTINGS, "name=two", "micro_tokens=128", WANDB_MODE="offline"))
+    one, two = losses(alone), losses(here)
+    gap = max(abs(a - b) for a, b in zip(one, two, strict=True))
+    print(f"largest difference of {STEPS} losses: {gap:.1e}")
+    assert len(one) == STEPS and gap < 1e-5 and one[-1] < one[0] - 0.5
+    state = checkpoint.load(Path("runs/two"))
+    assert far(state, reference(alone)) < 1e-5
+    assert state["validation"]["loss"] == pytest.approx(reference(alone)["validation"]["loss"], abs=1e-5)
+    assert out.count("trained runs/two") == 1 and "on cpu, 2 processes" in out
+
+
+def test_a_run_goes_on_at_another_number_of_processes(here, alone):
+    """2 processes until SIGTERM, which all of them heed at the same step; one process does the rest."""
+    process = torchrun(2, "train.py", *SETTINGS, "name=x")
+    wait_for(process, "runs/x/ckpt.pt")
+    process.send_signal(signal.SIGTERM)
+    code, out, _ = finish(process)
+    step = checkpoint.load(Path("runs/x"))["step"]
+    assert code != 0 and 10 <= step < STEPS
+    assert f"stopped: runs/x is saved at step {step} of {STEPS}; the same command goes on from there" in out
+    run_train(*SETTINGS[1:], "name=x")
+    assert far(checkpoint.load(Path("runs/x")), reference(alone)) < 1e-5
+
+
+def test_a_killed_process_ends_the_job_with_a_clear_line_and_nothing_is_lost(here, alone):
+    process = torchrun(2, "train.py", *SETTINGS, "name=x")
+    wait_for(process, "runs/x/ckpt.pt")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (second,) = [int(c) for c in children if b"\0RANK=1\0" in Path(f"/proc/{c}/environ").read_bytes()]
+    os.kill(second, signal.SIGKILL)
+    code, out, err = finish(process)
+    assert code != 0 and "trained" not in out
+    assert err.count("error: another process of this job ended, so this one cannot go on; the same command") == 1
+    state = checkpoint.load(Path("runs/x"))
+    assert 10 <= state["step"] < STEPS
+    run_train(*SETTINGS[1:], "name=x")
+    assert far(checkpoint.load(Path("runs/x")), reference(alone)) < 1e-5
+
+
+def test_a_survivor_whose_collective_never_returns_is_ended(here):
+    """A mutex locked twice hangs as a collective does: in C, where no signal handler of Python's can run."""
+    code = """
+import ctypes
+from model import parallel, runtime
+parallel.GRACE = 0.5
+with runtime.Stop() as stop, parallel.survivor(stop):
+    print("hanging", flush=True)
+    mutex, c = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    c.pthread_mutex_lock(mutex), c.pthread_mutex_lock(mutex)
+"""
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=-1, stderr=-1, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "hanging\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) == (1, "", f"error: {parallel.ALONE}\n")
+
+
+def test_an_evaluation_is_the_same_to_the_bit(here, alone):
+    """9 documents, which 2 processes cannot halve, and at the longer lengths several passes, so that both have some."""
+    settings = ("run=alone", "ctx=2048", "documents=9", "scaling=yarn", "positions=true", "protocol=sliding")
+    (here / "runs").symlink_to(alone / "runs")
+    read = {}
+    for n in (1, 2):
+        succeed(torchrun(n, "eval.py", *settings, "fresh=true"))
+        rows = [json.loads(line) for f in here.glob("runs/alone/eval/**/*.jsonl") for line in f.open()]
+        read[n] = [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+    assert len(read[1]) > 20 and read[1] == read[2]
+
+
+def test_a_sharded_run_is_the_same_run_and_ends_in_one_portable_file(here, alone):
+    """Stopped and gone on with; in between there are shards only."""
+    process = torchrun(2, "train.py", *SETTINGS, "name=x", "shard=true")
+    wait_for(process, "runs/x/shards/*/plain.pt")
+    process.send_signal(signal.SIGTERM)
+    code, out, _ = finish(process)
+    assert code != 0 and "stopped: runs/x is saved at step" in out and not Path("runs/x/ckpt.pt").exists()
+    (shards,) = Path("runs/x/shards").iterdir()  # the newest alone is kept
+    assert len(list(shards.glob("*.distcp"))) == 2  # both have written
+    with pytest.raises(ValueError, match=r"shard=True: needs more than one process"):
+        run_train(*SETTINGS[1:], "name=x", "shard=true")
+    with pytest.raises(ValueError, match=r"runs/x was trained with other settings: shard=False \(the run has True\)"):
+        run_train(*SETTINGS[1:], "name=x")
+
+    out = succeed(torchrun(2, "train.py", *SETTINGS, "name=x", "shard=true"))
+    assert f"going on from step {shards.name}" in out
+    state = checkpoint.load(Path("runs/x"))
+    assert far(state, reference(alone)) < 1e-5 and not Path("runs/x/shards").exists()
+    assert state["validation"]["loss"] == pytest.approx(reference(alone)["validation"]["loss"], abs=1e-5)
+
+
+def test_a_batch_that_cannot_be_shared_is_one_line_and_nothing_is_written(here):
+    code, _, err = finish(torchrun(3, "train.py", *SETTINGS, "name=x"))
+    ours = [line for line in err.splitlines() if line.startswith("error")]
+    assert code != 0 and ours == ["error: batch_tokens=512: must be a multiple of ctx x WORLD_SIZE = 64 x 3 = 192"]
+    assert not Path("runs").exists() and 'train.py", line' not in err  # the traceback that follows is torchrun's
+
+
+def test_the_readmes_slurm_script_saves_and_queues_again(here):
+    """SLURM's own commands stood in for: srun runs its arguments, scontrol writes down what it was asked."""
+    script = re.search(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "README.md").read_text(), flags=re.S)[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for ours, here_ in (("=8 --rdzv", "=2 --rdzv"), ("29500", str(port)), ("train.py exp=gpt2", f"{ROOT}/train.py")):
+        assert ours in script
+        script = script.replace(ours, here_)
+    script = script.replace("name=gpt2", " ".join([*SETTINGS, "name=x"]))
+    Path("bin").mkdir()
+    for name, body in {
+        "srun": 'exec "$@"',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+        "scontrol": f'[ "$1" = show ] && echo localhost || echo "$@" >> {here}/asked',
+    }.items():
+        Path("bin", name).write_text(f"#!/bin/bash\n{body}\n")
+        Path("bin", name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{here}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+           "SLURM_JOB_NODELIST": "x", "SLURM_NNODES": "1", "SLURM_JOB_ID": "7"}  # fmt: skip
+    batch = subprocess.Popen(["bash", "-c", script], env=env, stdout=-1, stderr=-1, text=True)
+    wait_for(batch, "runs/x/ckpt.pt")
+    batch.send_signal(signal.SIGTERM)
+    _, out, err = finish(batch)
+    assert "stopped: runs/x is saved at step" in out, err
+    assert Path("asked").read_text() == "requeue 7\n"
+
+
+def test_shares_and_turns(monkeypatch):
+    """Every row and every piece of work is someone's, once; all have as many turns."""
+    for world in (1, 2, 3, 4):
+        rows, turns = [], []
+        for rank in range(world):
+            monkeypatch.setenv("WORLD_SIZE", str(world))
+            monkeypatch.setenv("RANK", str(rank))
+            rows += range(12)[parallel.share(12 * 64, 64)]
+            turns.append(list(parallel.turns(7)))
+        assert rows == list(range(12)) and len({len(t) for t in turns}) == 1
+        assert sorted(i for t in turns for i, counts in t if counts) == list(range(7))
+
+
+def test_one_process_is_left_alone(monkeypatch):
+    """Without torchrun nothing is set up, whatever else is in the environment."""
+    monkeypatch.setenv("WORLD_SIZE", "8")  # a leftover
+    monkeypatch.delenv("RANK", raising=False)
+    parallel.join(torch.device("cpu"))
+    assert parallel.world() == 1 and not torch.distributed.is_initialized()
+    assert parallel.gather([1]) == [1] and parallel.total(0.1) == 0.1 and parallel.anyone(True)

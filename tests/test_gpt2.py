@@ -1,0 +1,87 @@
+"""exp=gpt2, FLOPs and MFU: by hand, and at reduced steps and width on local text."""
+
+import math
+
+import pytest
+import torch
+
+import train
+from model import checkpoint, gpt, runtime
+from tests.conftest import ROOT, composed, train_settings
+
+
+def test_flops_by_hand():
+    """GPT-2's shape as nanoGPT has it, without biases: V 50304, C 768, 12 layers, T 1024."""
+    cfg = train_settings("exp=gpt2")
+    block = 768 * 3 * 768 + 768 * 768 + 2 * 768 * 3072 + 2 * 768  # qkv, out, the MLP's two, two norms
+    n = 50304 * 768 + 12 * block + 768
+    assert n == 123_587_328
+    with torch.device("meta"):
+        model = gpt.GPT(cfg.model, gpt.build_encoding(cfg), 50304)
+    assert model.n_parameters() == n
+    # 6 N for the matrices forward and backward; 12 L H Q T for scores and sums over values, without causality
+    assert runtime.flops_per_token(n, cfg.model, cfg.ctx) == 6 * 123_587_328 + 12 * 12 * 12 * 64 * 1024 == 854_770_176
+
+
+@pytest.mark.parametrize(
+    "gpu, peak",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12), ("NVIDIA H200", 989e12), ("NVIDIA L4", 121e12), ("NVIDIA L40S", 362e12),
+        ("NVIDIA L40", None), ("NVIDIA A1000", None), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None), ("Tesla V100", None),
+    ],
+)  # fmt: skip
+def test_peaks_are_known_or_not_guessed(gpu, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    cuda = torch.device("cuda")
+    assert runtime.peak_flops(cuda, "bfloat16") == peak
+    assert runtime.peak_flops(cuda, "float32") is None and runtime.peak_flops(torch.device("cpu"), "bfloat16") is None
+
+
+@pytest.mark.parametrize("pos", ["rope", "learned"])
+def test_exp_gpt2_trains_on_local_text(pos, here, monkeypatch, capsys):
+    """Its optimiser and its depth, but narrow, short and few steps. MFU as if the peak were 1 TFLOP/s, then unknown."""
+    (here / "docs").mkdir()
+    for i, path in enumerate(sorted((ROOT / "model").rglob("*.py"))):
+        (here / "docs" / f"{i}.txt").write_text(path.read_text())
+    small = ("data=text", "data.files=docs/*.txt", "data.vocab_size=300", "model.width=48", "ctx=64",
+             "batch_tokens=256", "val_windows=4", "log_every=2", "compile=false", "device=cpu")  # fmt: skip
+    logged: list[dict] = []
+
+    class Log:
+        def log(self, row: dict) -> None:
+            logged.append(row)
+
+    class tracker:
+        __init__, __enter__, __exit__ = lambda s, *a: None, lambda s: Log(), lambda s, *a: None
+
+    monkeypatch.setattr(runtime, "tracker", tracker)
+    for name, peak in (("known", 1e12), ("unknown", None)):
+        monkeypatch.setattr(runtime, "peak_flops", lambda device, dtype, peak=peak: peak)
+        logged.clear()
+        train.main(composed("train", "exp=gpt2", *small, f"pos={pos}", "steps=4", f"name={name}"))
+        state, err = checkpoint.load(here / "runs" / name), capsys.readouterr().err
+        rows = [row for row in logged if "train/loss" in row]
+        assert state["step"] == 4 and len(state["model"]) > 12 * 4 and len(rows) == 2
+        assert math.isfinite(state["validation"]["loss"])
+        if peak:
+            n = sum(p.numel() for k, p in state["model"].items() if k != "head.weight")  # tied
+            for row in rows:
+                flops = 6 * n + 12 * 12 * 12 * 4 * 64
+                assert row["train/mfu"] == pytest.approx(row["train/tokens_per_s"] * flops / 1e12)
+            assert f"MFU {rows[-1]['train/mfu']:.1%}" in err
+        else:
+            assert "MFU n/a" in err and not any("train/mfu" in row for row in logged)
+
+
+def test_a_corpus_larger_than_one_batch_of_documents_is_the_same(here, monkeypatch):
+    from data import tokens
+
+    (here / "docs").mkdir()
+    for i in range(7):
+        (here / "docs" / f"{i}.txt").write_text(f"words {i} and again words {i * i} " * (20 + i))
+    cfg = train_settings("data=text", "data.files=docs/*.txt", "data.vocab_size=270", "data.holdout=2").data
+    whole = tokens.prepare(cfg, "one").train
+    monkeypatch.setattr(tokens, "AT_ONCE", 2)
+    parts = tokens.prepare(cfg, "two").train
+    assert len(whole) > 100 and (whole == parts).all()
