@@ -191,7 +191,7 @@ def eval_config(cfg: DictConfig) -> EvalConfig:
     if not (c.run or "").startswith("hf:"):
         check(not c.data, "data", c.data.get("kind"), "left out: a run is read on its own, only run=hf:PATH on any")
         check(c.train_ctx is None, "train_ctx", c.train_ctx, "left out: a run knows its own, only run=hf:PATH may not")
-    check((c.train_ctx or 1) >= 1, "train_ctx", c.train_ctx, "at least 1")
+    check(c.train_ctx is None or c.train_ctx >= 1, "train_ctx", c.train_ctx, "at least 1")
     check(c.dtype in ("auto", "float32", "bfloat16"), "dtype", c.dtype, "auto, float32 or bfloat16")
     return c
 

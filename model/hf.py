@@ -41,6 +41,7 @@ HARMLESS = re.findall(
     problem_type chunk_size_feed_forward _attn_implementation_autoset max_length min_length
     """,
 )
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.(attention|attn)\.(bias|masked_bias)$")  # constants of old checkpoints
 
 
@@ -116,6 +117,8 @@ def rope_of(c: Config, train_ctx: int | None, supported: bool = True) -> tuple[f
             raise c.refuse(f"{name}.{key}", value, f"must be a number of at least {least:g}")
         return value
 
+    if kind not in ROPE_TYPES:
+        raise c.refuse(f"{name}.rope_type", kind, f"not supported: must be one of {', '.join(ROPE_TYPES)}")
     if not supported and kind != "default":
         raise c.refuse(f"{name}.rope_type", kind, f"transformers does not scale {c.get('model_type')}'s positions")
     L = longest if kind in ("default", "dynamic") else original
@@ -150,9 +153,6 @@ def rope_of(c: Config, train_ctx: int | None, supported: bool = True) -> tuple[f
                  "long": given.pop("long_factor", None), "short": given.pop("short_factor", None)}  # fmt: skip
         if "attention_factor" in given:
             knobs["attention_factor"] = number("attention_factor")
-    elif kind != "default":
-        known = "default, linear, dynamic, yarn, llama3 or longrope"
-        raise c.refuse(f"{name}.rope_type", kind, f"not supported: must be {known}")
     if left := [k for k, v in given.items() if v is not None]:
         raise c.refuse(f"{name}.{left[0]}", given[left[0]], f"not a parameter of rope type {kind} that we have")
     return float(base), knobs, L, max(L, longest)
