@@ -1,8 +1,8 @@
 """Hugging Face in and out, held to transformers: logits and token ids of tiny random models, family by family.
 
-Weights are drawn with a standard deviation of 0.3, not transformers' 0.02, where a model without any positions is
-nearly as close as one that has them. The tolerance is 1e-4 of the largest logit (7 to 9): at the worst case here
-transformers is 1.9e-4 from a float64 model and ours 2.1e-5, since its angles are float32.
+Weights are drawn with a standard deviation of 0.3: at transformers' 0.02 taking all positions away moves the logits by
+0.002, at 0.3 by 8. Logits then reach 9. Where scores are steep, what is left between ours and transformers' is
+mostly its float32 angles: of 1.9e-4 in one such case 1.5e-4 remained with all its weights in float64.
 """
 
 import json
@@ -32,7 +32,7 @@ COMMON = {"vocab_size": V, "initializer_range": 0.3}
 LLAMA = {**COMMON, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "max_position_embeddings": L}  # fmt: skip
 GQA = {**LLAMA, "num_key_value_heads": 2}
-NEOX = {**LLAMA, "rotary_pct": 0.5, "hidden_act": "gelu"}
+NEOX = {**LLAMA, "num_attention_heads": 2, "rotary_pct": 0.5, "hidden_act": "gelu"}
 GPTJ = {**COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
 FAMILIES = {
     "llama": ("Llama", {**GQA, "tie_word_embeddings": False}),
@@ -57,7 +57,8 @@ def rope_types(pairs: int) -> dict[str, dict]:
         "dynamic": {"rope_type": "dynamic", "factor": 2.0},
         "yarn": yarn,
         "yarn, mscale, not truncated": {**yarn, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False},
-        "yarn, attention_factor": {**yarn, "attention_factor": 1.4},
+        "yarn, mscale alone": {**yarn, "mscale": 0.7},
+        "yarn, attention_factor": {**yarn, "attention_factor": 1.2},
         "llama3": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **trained},
         "longrope": {"rope_type": "longrope", "short_factor": divisors, "long_factor": [3 * d for d in divisors],
                      **trained},
@@ -79,7 +80,8 @@ def theirs(family: str, rope: dict, folder) -> torch.nn.Module:
     name, settings = FAMILIES[family]
     torch.manual_seed(0)
     extended = {"max_position_embeddings": 4 * L} if "original_max_position_embeddings" in rope else {}
-    rope = {"rope_parameters": {"rope_theta": 10000.0, **rope}} if rope else {}
+    # At this base some pair is on every ramp: with 10000 none is, and a wrong ramp would not show
+    rope = {"rope_parameters": {"rope_theta": 100.0, **rope}} if rope else {}
     if name == "GPTNeoX" and rope:
         rope["rope_parameters"]["partial_rotary_factor"] = 0.5
     config = getattr(transformers, f"{name}Config")(**{**settings, **extended, **rope})
@@ -140,15 +142,14 @@ def print_the_table(request):
 @pytest.mark.parametrize("family, rope_type", cases())
 def test_logits_equal_transformers(family, rope_type, tmp_path):
     name, settings = FAMILIES[family]
-    head = settings.get("head_dim", 8)
-    rope = rope_types(head // 4 if name == "GPTNeoX" else head // 2)[rope_type]
+    rope = rope_types(4 if name == "GPTNeoX" else settings.get("head_dim", 8) // 2)[rope_type]
     expected = theirs(family, rope, tmp_path)
     computed = ours(tmp_path, L if rope_type == "linear" else None)
     cells = []
     for n in LENGTHS:
         error, largest = difference(computed, expected, n)
         cells.append(f"{error:.1e} ({largest:.0f})".rjust(17))
-        assert error <= 1e-4 * largest, (n, error, largest)
+        assert error <= 1e-4, (n, error, largest)
     TABLE.append(f"{family:<22}{rope_type:<30}" + "".join(cells))
 
 
@@ -196,7 +197,7 @@ def test_legacy_forms_equal_transformers(form, tmp_path):
     computed = ours(tmp_path, L if scaling and scaling.get("type") == "linear" else None)
     for n in LENGTHS:
         error, largest = difference(computed, expected, n)
-        assert error <= 1e-4 * largest, (n, error, largest)
+        assert error <= 1e-4, (n, error, largest)
 
 
 def test_what_a_config_says_of_contexts(tmp_path):
