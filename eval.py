@@ -27,7 +27,7 @@ from conf.errors import entry, one_line_errors
 from conf.registry import usual
 from conf.schema import EvalConfig, TrainConfig, eval_config
 from data import tokens
-from model import checkpoint, gpt, parallel, protocols, runtime, scaling
+from model import checkpoint, gpt, hf, parallel, protocols, runtime, scaling
 from model.scaling import Unfit
 from studies import spectrum
 
@@ -89,20 +89,29 @@ def label(name: str, knobs: dict) -> str:
 def main(hydra_cfg: DictConfig) -> None:
     cfg = eval_config(hydra_cfg)
     ctx = max(cfg.ctx) if isinstance(cfg.ctx, list) else cfg.ctx
-    name, why = choose(cfg, ctx)
-    run = Path(cfg.runs) / name
     device = runtime.pick_device(cfg.device)
     kernels.choose(cfg.kernel, device)
     parallel.join(device)
-    state = checkpoint.load(run, device)
-    train: TrainConfig = state["cfg"]
-    corpus = parallel.once(lambda: tokens.prepare(train.data, cfg.cache)) or tokens.prepare(train.data, cfg.cache)
+    if hf.is_checkpoint(cfg.run):
+        why, state, corpus = hf.load(cfg, ctx)
+        name = state["cfg"].name
+        fits(cfg, state["cfg"], ctx)
+    else:
+        name, why = choose(cfg, ctx)
+        state = checkpoint.load(Path(cfg.runs) / name, device)
+        data = state["cfg"].data
+        corpus = parallel.once(lambda: tokens.prepare(data, cfg.cache)) or tokens.prepare(data, cfg.cache)
+    run, train = Path(cfg.runs) / name, state["cfg"]
     if corpus.key != state["corpus"]:
         raise ValueError(f"{run}: its corpus has changed since it was trained, so nothing is held out: train again")
     names, text = tokens.long_documents(corpus, ctx, cfg.documents, start=cfg.protocol == "prefix")
-    model = gpt.build(train, corpus.vocab_size).to(device).eval()
-    model.load_state_dict(state["model"])
-    trained, own = gpt.trained(train, model.pos), gpt.own_scaling(train, model.pos)
+    model = gpt.load(train, corpus.vocab_size, state["model"]).to(device).eval()
+    trained = gpt.trained(train, model.pos)
+
+    def own(n: int) -> scaling.Scaled:
+        """What the run was trained with; Hugging Face's models follow the length in it."""
+        return gpt.own_scaling(train, model.pos, n if hf.is_checkpoint(cfg.run) else None)
+
     L, reach = trained.train_ctx, trained.reach
     ns = lengths(cfg.ctx, cfg.score, (L // 2, L, reach))
 
@@ -112,7 +121,8 @@ def main(hydra_cfg: DictConfig) -> None:
     scored = protocols.targets(score, text, ctx).numpy()
     target_key = hashlib.sha256(f"{how} {names}".encode() + scored.tobytes()).hexdigest()[:12]
     done = "" if state["step"] == train.steps else f" of {train.steps}, unfinished"
-    print(f"run: {name} ({why}): pos={train.pos['kind']}, trained at ctx {train.ctx}, step {state['step']}{done}")
+    step = "" if hf.is_checkpoint(cfg.run) else f", step {state['step']}{done}"
+    print(f"run: {name} ({why}): pos={train.pos['kind']}, trained at ctx {train.ctx}{step}")
     if train.init:
         print(f"  pre-trained at ctx {L} ({train.pretrained['run']}), extended to {reach} by scaling="
               f"{train.scaling['kind']}: none is as fine-tuned, the window control {reach} wide")  # fmt: skip
@@ -130,7 +140,7 @@ def main(hydra_cfg: DictConfig) -> None:
 
     # What is measured: no scaling, the control, and the scaling asked for, each under what identifies its curve
     dtype = "bfloat16" if runtime.uses_bfloat16(device, cfg.dtype) else "float32"
-    digest, chosen = checkpoint.digest(run), HydraConfig.get().runtime.choices["scaling"]
+    digest, chosen = state.get("digest") or checkpoint.digest(run), HydraConfig.get().runtime.choices["scaling"]
     asked, specs = " + ".join([label(chosen, cfg.scaling), *cfg.plus]), {}
     methods = {"none": [usual("scaling", "none")], "window": [usual("scaling", "window")], asked: [cfg.scaling, *plus]}
     for curve, knobs in methods.items():
@@ -139,7 +149,8 @@ def main(hydra_cfg: DictConfig) -> None:
         specs[curve] = (knobs, run / "eval" / f"{curve.replace(' ', '-')}-ctx{ctx}-{key}.jsonl")
     todo = [k for k, (_, file) in specs.items() if cfg.fresh or not file.exists()]
     total = len(todo) * sum(protocols.cost(score, text, n) for n in ns) + cfg.positions * len(specs) * len(text) * ctx
-    total += len(text) * L
+    repeated = min(L, ctx)  # tokens: a passage of half of it, twice
+    total += len(text) * repeated
     bar = tqdm(total=total, unit="tok", unit_scale=True, dynamic_ncols=True,
                mininterval=0.5 if sys.stderr.isatty() else 15,
                disable=parallel.rank() > 0 or not (todo or cfg.positions))  # fmt: skip
@@ -167,7 +178,7 @@ def main(hydra_cfg: DictConfig) -> None:
         for curve, (knobs, file) in specs.items():
             if cfg.positions:
                 bar.set_postfix_str(f"{curve}, by position", refresh=False)
-                scaled = scaling.on_top(own, scaling.resolve(knobs[0], trained, ctx, ctx, knobs[1:]))
+                scaled = scaling.on_top(own(ctx), scaling.resolve(knobs[0], trained, ctx, ctx, knobs[1:]))
                 positions[curve] = report.position_rows(measure(protocols.prefix, ctx, scaled))
             if curve not in todo:
                 curves[curve] = compare.read(file)
@@ -176,7 +187,7 @@ def main(hydra_cfg: DictConfig) -> None:
             for n in ns:
                 began = time.monotonic()
                 bar.set_postfix_str(f"{curve}, n={n}", refresh=False)
-                scaled = scaling.on_top(own, scaling.resolve(knobs[0], trained, n, ctx, knobs[1:]))
+                scaled = scaling.on_top(own(n), scaling.resolve(knobs[0], trained, n, ctx, knobs[1:]))
                 per_document = measure(score, n, scaled).sum(dim=1).numpy()
                 scored = protocols.targets(score, text, n).numpy()
                 n_tokens, n_bytes = scored.size, int(corpus.token_bytes[scored].sum())
@@ -194,7 +205,7 @@ def main(hydra_cfg: DictConfig) -> None:
                 })  # fmt: skip
             write_rows(file, rows)
             curves[curve] = rows
-        copied = measure(protocols.copied, L, own) if L >= 4 else None
+        copied = measure(protocols.copied, repeated, own(repeated)) if repeated >= 4 else None
     bar.close()
     report.table(curves, asked, L, reach)
     if cfg.protocol == "matched" and copied is not None:

@@ -22,16 +22,25 @@ class ModelConfig:
     n_layers: int = MISSING
     n_heads: int = MISSING
     n_kv_heads: int | None = None  # None: as many as n_heads; fewer: grouped-query attention
+    head_dim: int | None = None  # None: width / n_heads
     width: int = MISSING
-    mlp: str = "gelu"  # gelu or swiglu
+    mlp: str = "gelu"  # gelu (by tanh), gelu_exact or swiglu
     mlp_ratio: int = 4
+    mlp_width: int | None = None  # None: mlp_ratio * width, and 2/3 of it for swiglu
     tied_head: bool = True
+    norm: str = "rms"  # rms, or layer: LayerNorm, with biases
     norm_eps: float = 1e-6
-    qk_norm: bool = False  # divide each head of q and k by its root mean square, without weights
+    qk_norm: bool = False  # divide each head of q and k by its root mean square
+    qk_norm_weight: bool = False  # and multiply by a weight for each of its dimensions, as Qwen3
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    residual: str = "serial"  # or parallel: attention and MLP read the same x (GPT-NeoX); parallel_shared: by one norm
 
     @property
-    def head_dim(self) -> int:
-        return self.width // self.n_heads
+    def head_width(self) -> int:
+        return self.head_dim or self.width // self.n_heads
 
     @property
     def kv_heads(self) -> int:
@@ -97,6 +106,8 @@ class EvalConfig:
     positions: bool = False
     ctx: Any = MISSING
     run: str | None = None
+    train_ctx: int | None = None
+    data: dict[str, Any] = field(default_factory=dict)
     trained_with: str | None = None
     documents: int = MISSING
     score: int = MISSING
@@ -152,10 +163,18 @@ def train_config(cfg: DictConfig) -> TrainConfig:
     m, o = c.model, c.optim
     for key in ("n_layers", "n_heads", "width", "mlp_ratio"):
         check(getattr(m, key) >= 1, f"model.{key}", getattr(m, key), "at least 1")
-    check(m.width % m.n_heads == 0, "model.width", m.width, f"a multiple of model.n_heads={m.n_heads}")
+    for key in ("head_dim", "mlp_width"):
+        check(getattr(m, key) is None or getattr(m, key) >= 1, f"model.{key}", getattr(m, key), "null or at least 1")
+    ok = m.width % m.n_heads == 0 or m.head_dim is not None
+    check(ok, "model.width", m.width, f"a multiple of model.n_heads={m.n_heads}")
     ok = m.n_kv_heads is None or (m.n_kv_heads >= 1 and m.n_heads % m.n_kv_heads == 0)
     check(ok, "model.n_kv_heads", m.n_kv_heads, f"a divisor of model.n_heads={m.n_heads}")
-    check(m.mlp in ("gelu", "swiglu"), "model.mlp", m.mlp, "gelu or swiglu")
+    check(m.mlp in ("gelu", "gelu_exact", "swiglu"), "model.mlp", m.mlp, "gelu, gelu_exact or swiglu")
+    check(m.norm in ("rms", "layer"), "model.norm", m.norm, "rms or layer")
+    ok = m.residual in ("serial", "parallel", "parallel_shared")
+    check(ok, "model.residual", m.residual, "serial, parallel or parallel_shared")
+    check(m.qk_norm or not m.qk_norm_weight, "model.qk_norm_weight", m.qk_norm_weight, "false without model.qk_norm")
+    check(not (m.tied_head and m.head_bias), "model.head_bias", m.head_bias, "false with model.tied_head")
     check(m.norm_eps > 0, "model.norm_eps", m.norm_eps, "above 0")
     check(o.lr > 0, "optim.lr", o.lr, "above 0")
     check(o.warmup >= 0, "optim.warmup", o.warmup, "at least 0")
@@ -190,6 +209,10 @@ def eval_config(cfg: DictConfig) -> EvalConfig:
     check(ok, "protocol", c.protocol, "matched, sliding or prefix")
     check(c.stride >= 1, "stride", c.stride, "at least 1")
     check(c.documents >= 1, "documents", c.documents, "at least 1")
+    if not (c.run or "").startswith("hf:"):
+        check(not c.data, "data", c.data.get("kind"), "left out: a run is read on its own, only run=hf:PATH on any")
+        check(c.train_ctx is None, "train_ctx", c.train_ctx, "left out: a run knows its own, only run=hf:PATH may not")
+    check(c.train_ctx is None or c.train_ctx >= 1, "train_ctx", c.train_ctx, "at least 1")
     check(c.dtype in ("auto", "float32", "bfloat16"), "dtype", c.dtype, "auto, float32 or bfloat16")
     return c
 

@@ -100,6 +100,12 @@ def split(documents: list[tuple[str, str]], holdout: int) -> tuple[list, list]:
     return [d for d in documents if d[0] not in names], held_out
 
 
+def held_out(cfg: dict) -> list[tuple[str, str]]:
+    """(name, text) of the documents that the corpus of cfg holds out."""
+    own = {k: v for k, v in cfg.items() if k not in ("tokenizer", "vocab_size", "holdout")}
+    return split(list(call(load("data", cfg["kind"], "documents"), own, "data")), cfg["holdout"])[1]
+
+
 def _build(folder: Path, cfg: dict, documents: list[tuple[str, str]]) -> None:
     train, held_out = split(documents, cfg["holdout"])
     if not train or not held_out:

@@ -125,10 +125,11 @@ class Cache:
 class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig, linear: bool):
         super().__init__()
-        self.H, self.G, self.D, self.linear = cfg.n_heads, cfg.kv_heads, cfg.head_dim, linear
-        self.qk_eps = cfg.norm_eps if cfg.qk_norm else None
-        self.qkv = nn.Linear(cfg.width, (self.H + 2 * self.G) * self.D, bias=False)
-        self.out = nn.Linear(self.H * self.D, cfg.width, bias=False)
+        self.H, self.G, self.D, self.linear = cfg.n_heads, cfg.kv_heads, cfg.head_width, linear
+        self.qk_eps = cfg.norm_eps if cfg.qk_norm and not cfg.qk_norm_weight else None
+        self.qk_norms = nn.ModuleList(nn.RMSNorm(self.D, cfg.norm_eps) for _ in range(2 * cfg.qk_norm_weight))
+        self.qkv = nn.Linear(cfg.width, (self.H + 2 * self.G) * self.D, bias=cfg.qkv_bias)
+        self.out = nn.Linear(self.H * self.D, cfg.width, bias=cfg.out_bias)
 
     def forward(
         self,
@@ -145,6 +146,9 @@ class Attention(nn.Module):
             new = slice(-qkv.shape[1], None)  # the tokens that ask; from here on, qkv is that of all
             qkv = cache.extend(self, qkv)
         heads = (self.H, self.G, self.G)
+        if self.qk_norms:
+            q, k, v = qkv.split(heads, dim=2)
+            qkv = torch.cat([*(norm(x).to(v.dtype) for norm, x in zip(self.qk_norms, (q, k), strict=True)), v], dim=2)
         if self.linear:
             y = linear_attention(*qkv.split(heads, dim=2), lambda q, k: pos.rotate(q, k, prepared), scaled.window)
             return self.out(y[:, new].flatten(2))
@@ -169,25 +173,32 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.gated = cfg.mlp == "swiglu"
+        self.gated, self.gelu = cfg.mlp == "swiglu", "tanh" if cfg.mlp == "gelu" else "none"
         # A gate is a third matrix: 2/3 of the width keeps the parameters equal (Shazeer, arXiv 2002.05202).
         hidden = cfg.mlp_ratio * cfg.width
-        hidden = 64 * math.ceil(2 * hidden / 3 / 64) if self.gated else hidden
-        self.up = nn.Linear(cfg.width, hidden * (2 if self.gated else 1), bias=False)
-        self.down = nn.Linear(hidden, cfg.width, bias=False)
+        hidden = cfg.mlp_width or (64 * math.ceil(2 * hidden / 3 / 64) if self.gated else hidden)
+        self.up = nn.Linear(cfg.width, hidden * (2 if self.gated else 1), bias=cfg.mlp_bias)
+        self.down = nn.Linear(hidden, cfg.width, bias=cfg.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
         if self.gated:
             gate, x = x.chunk(2, dim=-1)
             return self.down(F.silu(gate) * x)
-        return self.down(F.gelu(x, approximate="tanh"))
+        return self.down(F.gelu(x, approximate=self.gelu))
+
+
+def make_norm(cfg: ModelConfig) -> nn.Module:
+    return (nn.RMSNorm if cfg.norm == "rms" else nn.LayerNorm)(cfg.width, eps=cfg.norm_eps)
 
 
 class Block(nn.Module):
     def __init__(self, cfg: ModelConfig, linear: bool):
         super().__init__()
-        self.norm1, self.norm2 = (nn.RMSNorm(cfg.width, eps=cfg.norm_eps) for _ in range(2))
+        self.residual = cfg.residual
+        self.norm1 = make_norm(cfg)
+        if cfg.residual != "parallel_shared":
+            self.norm2 = make_norm(cfg)
         self.attention, self.mlp = Attention(cfg, linear), MLP(cfg)
 
     def forward(
@@ -199,7 +210,11 @@ class Block(nn.Module):
         scaled: Scaled,
         cache: Cache | None = None,
     ) -> Tensor:
-        x = x + self.attention(self.norm1(x), pos, positions, prepared, scaled, cache)
+        normed1 = self.norm1(x)
+        attended = self.attention(normed1, pos, positions, prepared, scaled, cache)
+        if self.residual != "serial":
+            return x + attended + self.mlp(normed1 if self.residual == "parallel_shared" else self.norm2(x))
+        x = x + attended
         return x + self.mlp(self.norm2(x))
 
 
@@ -210,8 +225,8 @@ class GPT(nn.Module):
         self.pos, self.linear = pos, linear
         self.tokens = nn.Embedding(vocab_size, cfg.width)
         self.blocks = nn.ModuleList(Block(cfg, linear) for _ in range(cfg.n_layers))
-        self.norm = nn.RMSNorm(cfg.width, eps=cfg.norm_eps)
-        self.head = nn.Linear(cfg.width, vocab_size, bias=False)
+        self.norm = make_norm(cfg)
+        self.head = nn.Linear(cfg.width, vocab_size, bias=cfg.head_bias)
         if cfg.tied_head:
             self.head.weight = self.tokens.weight
         for name, p in self.named_parameters():
@@ -222,6 +237,8 @@ class GPT(nn.Module):
                 std = 0.02 if name.startswith(("tokens", "head")) else p.shape[1] ** -0.5
                 writes = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(p, std=std / math.sqrt(2 * cfg.n_layers) if writes else std)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
 
     def hidden(
         self,
@@ -286,7 +303,7 @@ class GPT(nn.Module):
 
 def build_encoding(cfg: TrainConfig) -> Encoding:
     m = cfg.model
-    encoding = encodings.build(cfg.pos, Shape(m.width, m.n_heads, m.head_dim, cfg.ctx))
+    encoding = encodings.build(cfg.pos, Shape(m.width, m.n_heads, m.head_width, cfg.ctx))
     if cfg.attention == "linear" and m.qk_norm:
         raise ValueError("model.qk_norm=True: attention=linear has no use for it")
     if cfg.attention == "linear" and type(encoding).bias is not Encoding.bias:
@@ -300,13 +317,25 @@ def build(cfg: TrainConfig, vocab_size: int) -> GPT:
     return GPT(cfg.model, build_encoding(cfg), vocab_size, cfg.attention == "linear")
 
 
+def load(cfg: TrainConfig, vocab_size: int, weights: dict[str, Tensor]) -> GPT:
+    """A model that takes these weights as they are: none are drawn for it first, and none are copied."""
+    with torch.device("meta"):
+        model = GPT(cfg.model, build_encoding(cfg), vocab_size, cfg.attention == "linear")
+    model.load_state_dict(weights, assign=True)
+    if cfg.model.tied_head:
+        model.head.weight = model.tokens.weight
+    return model
+
+
 def trained(cfg: TrainConfig, encoding: Encoding) -> Trained:
     """What a scaling method may know of this run."""
     L = cfg.pretrained.get("ctx", cfg.ctx)
     return Trained(cfg.pos["kind"], L, encoding.inv_freq, cfg.attention, extended_ctx=cfg.ctx if cfg.init else 0)
 
 
-def own_scaling(cfg: TrainConfig, encoding: Encoding) -> Scaled:
-    """The scaling that a run is trained with: that of its ctx, at every length."""
+def own_scaling(cfg: TrainConfig, encoding: Encoding, n: int | None = None) -> Scaled:
+    """The scaling that a run is trained with: that of its ctx, at every length.
+
+    n: that of this length instead, as Hugging Face's models have it where it depends on the length."""
     knobs = [usual("scaling", name) for name in cfg.plus or []]
-    return resolve(cfg.scaling, trained(cfg, encoding), cfg.ctx, cfg.ctx, knobs)
+    return resolve(cfg.scaling, trained(cfg, encoding), n or cfg.ctx, n or cfg.ctx, knobs)

@@ -70,7 +70,7 @@ def peak_of(gpu: str) -> float | None:
 
 def flops_per_token(n_parameters: int, m: ModelConfig, ctx: int) -> int:
     """Of training: 6 N + 12 L H Q T (PaLM, Chowdhery et al., arXiv 2204.02311, appendix B), N all parameters."""
-    return 6 * n_parameters + 12 * m.n_layers * m.n_heads * m.head_dim * ctx
+    return 6 * n_parameters + 12 * m.n_layers * m.n_heads * m.head_width * ctx
 
 
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager:

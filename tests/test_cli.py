@@ -34,7 +34,7 @@ def say(main, argv: list[str], monkeypatch) -> str:
     "argv, right",
     [
         (["pos=rop"], r"Could not find 'pos/rop'.* Available options in 'pos': alibi, learned, none, rope,"),
-        (["model=huge"], r"Could not find 'model/huge'.* gpt2, nano, tiny"),
+        (["model=huge"], r"Could not find 'model/huge'.* gpt2, gptj, llama, nano, neox, qwen3, tiny"),
         (["data=books1"], r"Could not find 'data/books1'.* sympy, text"),
         (["stepz=3"], r"stepz"),
         (["pos.bass=3"], r"bass"),
@@ -49,7 +49,7 @@ def say(main, argv: list[str], monkeypatch) -> str:
         (["model.width=30", "model.n_heads=4"], r"model\.width=30: must be a multiple of model\.n_heads=4"),
         (["model.width=30", "model.n_heads=2"], r"head_dim=15 .*must be even"),
         (["model.n_kv_heads=3"], r"model\.n_kv_heads=3: must be a divisor of model\.n_heads=2"),
-        (["model.mlp=relu"], r"model\.mlp=relu: must be gelu or swiglu"),
+        (["model.mlp=relu"], r"model\.mlp=relu: must be gelu, gelu_exact or swiglu"),
         (["pos.base=zero"], r"pos\.base=zero: must be of type float"),
         (["pos.base=0.5"], r"pos\.base=0\.5: must be at least 1"),
         (["pos.kind=swirl"], r"pos\.kind=swirl: no model/pos/swirl\.py"),

@@ -47,7 +47,7 @@ class Rope(Encoding):
             raise ValueError(f"head_dim={head} (model.width / model.n_heads): RoPE turns pairs, so it must be even")
         if base < 1:
             raise ValueError(f"pos.base={base}: must be at least 1")
-        pairs = int(rotary_fraction * head / 2)
+        pairs = int(rotary_fraction * head / 2 + 1e-6)  # a fraction such as 6/22 must give back its 6
         if not (0 < rotary_fraction <= 1 and pairs >= 1):
             raise ValueError(
                 f"pos.rotary_fraction={rotary_fraction}: must be at most 1 and leave a pair of head_dim={head}"

@@ -1,0 +1,526 @@
+"""Hugging Face in and out, held to transformers: logits and token ids of tiny random models, family by family.
+
+Weights are drawn with a standard deviation of 0.3: at transformers' 0.02 taking all positions away moves the logits by
+0.002, at 0.3 by 8. Logits then reach 9. Where scores are steep, what is left between ours and transformers' is
+mostly its float32 angles: of 1.9e-4 in one such case 1.5e-4 remained with all its weights in float64.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file, save_file
+
+import eval as evaluation
+import export
+from conf.schema import TrainConfig
+from data import tokens as corpora
+from model import checkpoint, gpt, hf
+from tests.conftest import run_eval, train_settings
+from tests.test_cli import say
+
+transformers = pytest.importorskip("transformers", reason="transformers is the oracle of these tests: pip install it")
+transformers.logging.set_verbosity_error()
+
+L, V = 32, 96
+LENGTHS = (20, 32, 48, 96)  # below, at and above L
+COMMON = {"vocab_size": V, "initializer_range": 0.3}
+LLAMA = {**COMMON, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "max_position_embeddings": L}  # fmt: skip
+GQA = {**LLAMA, "num_key_value_heads": 2}
+NEOX = {**LLAMA, "num_attention_heads": 2, "rotary_pct": 0.5, "hidden_act": "gelu"}
+GPTJ = {**COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+FAMILIES = {
+    "llama": ("Llama", {**GQA, "tie_word_embeddings": False}),
+    "llama, biases, tied": ("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {**GQA, "sliding_window": None, "head_dim": 12}),
+    "qwen2": ("Qwen2", GQA),
+    "qwen3": ("Qwen3", {**GQA, "head_dim": 16}),
+    "arcee": ("Arcee", {**GQA, "hidden_act": "gelu_pytorch_tanh"}),
+    "gpt_neox": ("GPTNeoX", NEOX),
+    "gpt_neox, serial": ("GPTNeoX", {**NEOX, "use_parallel_residual": False, "hidden_act": "gelu_fast"}),
+    "gptj": ("GPTJ", {**GPTJ, "n_positions": 256}),
+}
+
+
+def rope_types(pairs: int) -> dict[str, dict]:
+    divisors = [1.0 + 0.3 * i for i in range(pairs)]
+    trained = {"original_max_position_embeddings": L}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, **trained}
+    return {
+        "default": {},
+        "linear": {"rope_type": "linear", "factor": 4.0},
+        "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+        "yarn": yarn,
+        "yarn, mscale, not truncated": {**yarn, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": False},
+        "yarn, mscale alone": {**yarn, "mscale": 0.7},
+        "yarn, attention_factor": {**yarn, "attention_factor": 1.2},
+        "llama3": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **trained},
+        "longrope": {"rope_type": "longrope", "short_factor": divisors, "long_factor": [3 * d for d in divisors],
+                     **trained},
+    }  # fmt: skip
+
+
+def biases(model: torch.nn.Module) -> torch.nn.Module:
+    """Biases and norms start as zeros and ones, which would hide a mistake in them."""
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p += 0.2 * torch.randn(p.shape, generator=g)
+    return model.eval()
+
+
+def theirs(family: str, rope: dict, folder) -> torch.nn.Module:
+    """A random transformers model, saved to folder."""
+    name, settings = FAMILIES[family]
+    torch.manual_seed(0)
+    extended = {"max_position_embeddings": 4 * L} if "original_max_position_embeddings" in rope else {}
+    # At this base some pair is on every ramp: with 10000 none is, and a wrong ramp would not show
+    rope = {"rope_parameters": {"rope_theta": 100.0, **rope}} if rope else {}
+    if name == "GPTNeoX" and rope:
+        rope["rope_parameters"]["partial_rotary_factor"] = 0.5
+    config = getattr(transformers, f"{name}Config")(**{**settings, **extended, **rope})
+    model = biases(getattr(transformers, f"{name}ForCausalLM")(config))
+    model.save_pretrained(folder)
+    if name == "GPTJ":  # its table of angles ends with n_positions: theirs is longer than what ours is told
+        edit(folder, n_positions=L)
+    return model
+
+
+def edit(folder, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def ours(folder, train_ctx: int | None = None):
+    """tokens -> our logits, scaled as the config says."""
+    cfg, weights, vocab_size = hf.read(folder, max(LENGTHS), train_ctx)
+    model = gpt.load(cfg, vocab_size, weights).eval()
+
+    def logits(tokens):
+        with torch.inference_mode():
+            return model(tokens, scaled=gpt.own_scaling(cfg, model.pos, tokens.shape[1]))
+
+    return logits
+
+
+def tokens(n: int) -> torch.Tensor:
+    return torch.randint(V, (2, n), generator=torch.Generator().manual_seed(n))
+
+
+def difference(ours, theirs, n: int) -> tuple[float, float]:
+    """(largest absolute difference of logits, largest logit)."""
+    with torch.inference_mode():
+        expected = theirs(tokens(n)).logits
+    return (ours(tokens(n)) - expected).abs().max().item(), expected.abs().max().item()
+
+
+def cases() -> list[tuple[str, str]]:
+    every = list(rope_types(1))
+    return [(f, r) for f in FAMILIES for r in (every if f != "gptj" else ["default"])]
+
+
+TABLE: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def print_the_table(request):
+    yield
+    if TABLE:
+        capture = request.config.pluginmanager.getplugin("capturemanager")
+        with capture.global_and_fixture_disabled():
+            print("\nlogits, largest absolute difference from transformers (largest logit)")
+            print(f"{'family':<22}{'rope type':<30}" + "".join(f"{f'n = {n}':>17}" for n in LENGTHS))
+            print("\n".join(TABLE))
+
+
+@pytest.mark.parametrize("family, rope_type", cases())
+def test_logits_equal_transformers(family, rope_type, tmp_path):
+    name, settings = FAMILIES[family]
+    rope = rope_types(4 if name == "GPTNeoX" else settings.get("head_dim", 8) // 2)[rope_type]
+    expected = theirs(family, rope, tmp_path)
+    computed = ours(tmp_path, L if rope_type == "linear" else None)
+    cells = []
+    for n in LENGTHS:
+        error, largest = difference(computed, expected, n)
+        cells.append(f"{error:.1e} ({largest:.0f})".rjust(17))
+        assert error <= 1e-4, (n, error, largest)
+    TABLE.append(f"{family:<22}{rope_type:<30}" + "".join(cells))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_other_layout_and_no_rotation_fail(family, tmp_path, monkeypatch):
+    """Negative control: what a wrong layout does to the logits is thousands of tolerances."""
+    expected, read = theirs(family, {}, tmp_path), hf.read
+
+    def changed(**knobs):
+        def by(*args):
+            cfg, *rest = read(*args)
+            cfg.pos = {**cfg.pos, **knobs}
+            return cfg, *rest
+
+        return by
+
+    for knobs in ({"interleaved": family != "gptj"}, {"base": 1e9}):
+        monkeypatch.setattr(hf, "read", changed(**knobs))
+        error, largest = difference(ours(tmp_path), expected, L)
+        assert error > 0.05 * largest, (knobs, error, largest)
+
+
+LEGACY = {
+    "linear, vicuna-7b-v1.5-16k": ("llama", {"type": "linear", "factor": 4.0}),
+    "dynamic": ("llama", {"type": "dynamic", "factor": 2.0}),
+    "yarn": ("qwen2", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": L}),
+    "llama3": ("llama", {**rope_types(1)["llama3"]}),
+    "none, NeoX's names": ("gpt_neox", None),
+}
+
+
+@pytest.mark.parametrize("form", LEGACY)
+def test_legacy_forms_equal_transformers(form, tmp_path):
+    """rope_theta and rope_scaling on their own, as every config.json before transformers 5 has them."""
+    family, scaling = LEGACY[form]
+    theirs(family, {}, tmp_path)
+    names = {"rotary_emb_base": 500.0, "rotary_pct": 0.5} if family == "gpt_neox" else {"rope_theta": 500.0}
+    edit(tmp_path, rope_parameters=None, rope_scaling=scaling, torch_dtype="float32", **names)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    if scaling and scaling.get("type") == "linear":
+        with pytest.raises(
+            ValueError, match=r"rope_scaling=linear: max_position_embeddings=32 may be .*: give .*train_ctx="
+        ):
+            ours(tmp_path)
+    computed = ours(tmp_path, L if scaling and scaling.get("type") == "linear" else None)
+    for n in LENGTHS:
+        error, largest = difference(computed, expected, n)
+        assert error <= 1e-4, (n, error, largest)
+
+
+def test_what_a_config_says_of_contexts(tmp_path):
+    """L, the context it was extended to, and the scaling, as conf/scaling has it."""
+
+    def said(train_ctx=None, **rope):
+        edit(tmp_path, rope_scaling=rope or None, rope_parameters=None)
+        cfg = hf.read(tmp_path, L, train_ctx)[0]
+        trained = gpt.trained(cfg, gpt.build_encoding(cfg))
+        return trained.train_ctx, trained.reach, cfg.scaling["kind"]
+
+    theirs("llama", {}, tmp_path)
+    assert said() == (L, L, "none")
+    assert said(type="dynamic", factor=4.0) == (L, L, "dynamic_hf")
+    assert said(train_ctx=L, type="linear", factor=4.0) == (L, 4 * L, "pi")
+    assert said(train_ctx=L // 4, type="linear", factor=4.0) == (L // 4, L, "pi")
+    assert said(type="yarn", factor=4.0, original_max_position_embeddings=8) == (8, L, "yarn")
+    with pytest.raises(ValueError, match=r"train_ctx=8: .* says 32"):
+        said(train_ctx=8)
+    with pytest.raises(ValueError, match=r"rope_scaling=yarn: .* train_ctx="):
+        said(type="yarn", factor=4.0)
+
+
+def test_shards_and_halves(tmp_path):
+    """An index over two files, in bfloat16, gives the weights of the one."""
+    model = theirs("llama", {}, tmp_path / "one")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "two", max_shard_size="20kB")
+    assert len(list((tmp_path / "two").glob("*.safetensors"))) > 1
+    model.float().save_pretrained(tmp_path / "one")
+    one, two = (hf.read(tmp_path / name, L)[1] for name in ("one", "two"))
+    assert one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
+    next((tmp_path / "two").glob("*00002*.safetensors")).unlink()
+    with pytest.raises(ValueError, match=r"00002-of-.*safetensors: not a whole safetensors file"):
+        hf.read(tmp_path / "two", L)
+
+
+# ---- through eval.py ----
+
+
+def with_tokenizer(folder, kind: str = "bytes"):
+    """A tokenizer.json beside the model: byte-level, or as SentencePiece's with byte fallback."""
+    if kind == "bytes":
+        t = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(export.byte_letters())}, []))
+        t.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        t.decoder = tokenizers.decoders.ByteLevel()
+    else:
+        words = ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), "\u2581", *"abcdefghijklmnopqrstuvwxyz", "th", "the"]
+        merges = [("t", "h"), ("th", "e")]
+        vocab = {w: i for i, w in enumerate(words)}
+        t = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+        n, d = tokenizers.normalizers, tokenizers.decoders
+        t.normalizer = n.Sequence([n.Prepend("\u2581"), n.Replace(" ", "\u2581")])
+        t.decoder = d.Sequence([d.Replace("\u2581", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)])
+    t.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture
+def folder(here):
+    """A whole checkpoint of 300 tokens, in here/model."""
+    settings = {**FAMILIES["llama"][1], "vocab_size": 300, "initializer_range": 0.1}
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).save_pretrained(here / "model")
+    with_tokenizer(here / "model")
+    return here / "model"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_eval_scores_the_held_out_text_as_transformers_does(kind, folder, here, capsys):
+    with_tokenizer(folder, kind)
+    edit(folder, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    run_eval(f"run=hf:{folder}", "ctx=128", "score=16", "documents=3", "scaling=pi", "dtype=float32")
+    out = capsys.readouterr().out
+    assert f"run: hf-model ({folder}, whose config.json says scaling=dynamic_hf hf_factor=2.0)" in out
+    files = {f.name.split("-")[0]: f for f in (here / "runs/hf-model/eval").glob("*.jsonl")}
+    assert files.keys() == {"none", "window", "pi"} and (here / "runs/hf-model/eval/ctx128.png").exists()
+    rows = [json.loads(line) for line in files["none"].read_text().splitlines()]
+    assert [row["n"] for row in rows] == [16, 32, 64, 128] and rows[0]["train_ctx"] == L
+    # The same by transformers alone: its model and tokenizer, and the corpus's own text
+    text = [t for _, t in corpora.held_out({"kind": "sympy", "holdout": 32})[:3]]
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    encoded = [tokenizer.encode(t, add_special_tokens=False) for t in text]
+    ids = torch.tensor([e.ids[-129:] for e in encoded])
+    n_bytes = sum(len(t[e.offsets[-16][0] :].encode()) for t, e in zip(text, encoded, strict=True))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    for row in rows:
+        window = ids[:, -row["n"] - 1 :]
+        with torch.inference_mode():
+            logits = model(window[:, :-1]).logits[:, -16:]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), window[:, -16:].flatten()).item()
+        assert row["loss"] == pytest.approx(loss, abs=1e-5)
+        assert row["bytes"] == n_bytes and row["tokens"] == 48
+        assert row["bits_per_byte"] == pytest.approx(loss * 48 / np.log(2) / n_bytes, abs=1e-5)
+
+
+def spoil(folder, how: str) -> None:
+    file = folder / "model.safetensors"
+    if how == "no folder":
+        folder.rename(folder.with_name("elsewhere"))
+    elif how == "no config":
+        (folder / "config.json").unlink()
+    elif how == "no object":
+        (folder / "config.json").write_text("[1, 2")
+    elif how == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif how == "pickle":
+        file.rename(folder / "pytorch_model.bin")
+    elif how == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
+    elif how == "not a tokenizer":
+        (folder / "tokenizer.json").write_text("{}")
+    else:
+        w = load_file(file)
+        if how == "missing":
+            del w["model.layers.1.mlp.up_proj.weight"]
+        elif how == "extra":
+            w["model.layers.0.self_attn.sinks"] = torch.zeros(4)
+        elif how == "quantised":
+            w["model.norm.weight"] = w["model.norm.weight"].to(torch.int8)
+        save_file(w, file)
+
+
+@pytest.mark.parametrize(
+    "how, right",
+    [
+        ("no folder", r"run=hf:model: no such folder"),
+        ("no config", r"run=hf:model: no Hugging Face checkpoint: it has no config\.json"),
+        ("no object", r"model/config\.json: not a JSON object"),
+        ("truncated", r"model/model\.safetensors: not a whole safetensors file"),
+        ("pickle", r"no \*\.safetensors there \(pytorch_model\.bin is a pickle, which is never loaded: convert it\)"),
+        ("no tokenizer", r"model/tokenizer\.json: not found"),
+        ("not a tokenizer", r"model/tokenizer\.json: not a tokenizer"),
+        ("missing", r"model: its safetensors have no model\.layers\.1\.mlp\.up_proj\.weight"),
+        ("extra", r"model\.layers\.0\.self_attn\.sinks has no place in this model"),
+        ("quantised", r"model\.norm\.weight is torch\.int8: quantised weights are not supported"),
+        (
+            {"intermediate_size": 64},
+            r"mlp\.gate_proj\.weight has shape \[48, 32\], and config\.json asks for \[64, 32\]",
+        ),
+        ({"vocab_size": 200}, r"embed_tokens\.weight has shape \[300, 32\], and config\.json asks for \[200, 32\]"),
+        ({"hidden_size": None}, r"hidden_size=None: must be a whole number"),
+        ({"model_type": "mixtral"}, r"model_type=mixtral: not supported; there are arcee, gpt_neox, gptj, llama, "),
+        ({"model_type": "mistral", "sliding_window": 64}, r"sliding_window=64: not supported past itself, and ctx=128"),
+        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30\.0: not supported, and not ignored either"),
+        ({"quantization_config": {"bits": 4}}, r"quantization_config=\{'bits': 4\}: not supported"),
+        ({"num_local_experts": 8}, r"num_local_experts=8: not supported"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types=chunked_attention: not supported"),
+        ({"hidden_act": "relu2"}, r"hidden_act=relu2: not supported: must be silu"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5: not supported"),
+        (
+            {"rope_parameters": {"rope_type": "proportional"}},
+            r"rope_type=proportional: not supported: must be one of default, ",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000}},
+            r"rope_parameters\.alpha=1000: not",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic"}},
+            r"rope_parameters\.factor=None: must be a number of at least 1",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            r"rope_parameters\.full_attention=.*: not a",
+        ),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, r"may be the context .*: give .* as train_ctx="),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_read_is_one_line_and_nothing_is_written(how, right, folder, here, monkeypatch):
+    if isinstance(how, dict):
+        edit(folder, **how)
+    else:
+        spoil(folder, how)
+    assert re.search(right, say(evaluation.main, ["run=hf:model", "ctx=128"], monkeypatch))
+    assert not (here / "runs").exists()
+
+
+def test_mistrals_default_window_is_not_forgotten(tmp_path):
+    theirs("mistral", {}, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["sliding_window"]  # transformers then takes 4096
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert hf.read(tmp_path, 4096)
+    with pytest.raises(ValueError, match=r"sliding_window=4096: not supported past itself, and ctx=4097"):
+        hf.read(tmp_path, 4097)
+
+
+@pytest.mark.parametrize(
+    "argv, right",
+    [
+        (["data=text"], r"data=text: must be left out: a run is read on its own"),
+        (["train_ctx=64"], r"train_ctx=64: must be left out"),
+        (["run=hf:model", "train_ctx=0"], r"train_ctx=0: must be at least 1"),
+        (["run=hf:model", "train_ctx=64"], r"train_ctx=64: .*config\.json says 32"),
+    ],
+)
+def test_eval_settings_of_checkpoints(argv, right, folder, monkeypatch):
+    assert re.search(right, say(evaluation.main, argv, monkeypatch))
+
+
+# ---- out ----
+
+SWIGLU = ["model.mlp=swiglu"]
+EXPORTED = {
+    "nano": ([], "arcee"),
+    "nano, interleaved": (["pos=rope_interleaved"], "arcee"),
+    "exact gelu, biases, interleaved": (
+        ["model.mlp=gelu_exact", "model.qkv_bias=true", "model.out_bias=true", "model.mlp_bias=true",
+         "pos=rope_interleaved"], "arcee",
+    ),
+    "llama": (["model=llama", "model.n_kv_heads=1"], "llama"),
+    "llama, biases": ([*SWIGLU, "model.qkv_bias=true", "model.out_bias=true", "model.mlp_bias=true"], "llama"),
+    "qwen2": ([*SWIGLU, "model.qkv_bias=true", "pos=rope_interleaved"], "qwen2"),
+    "qwen3, interleaved": (["model=qwen3", "model.n_kv_heads=1", "pos=rope_interleaved"], "qwen3"),
+    "qk_norm without weights": ([*SWIGLU, "model.qk_norm=true"], "qwen3"),
+    "pi": (["scaling=pi"], "arcee"),
+    "ntk": (["scaling=ntk"], "arcee"),
+    "dynamic_hf": (["scaling=dynamic_hf"], "arcee"),
+    "yarn": (["scaling=yarn", "scaling.beta_fast=4"], "arcee"),
+    "llama3": (["scaling=llama3"], "arcee"),
+    "ntk_by_parts": (["scaling=ntk_by_parts", "scaling.beta=5"], "arcee"),
+}  # fmt: skip
+
+
+def a_run(here, *overrides: str) -> tuple[TrainConfig, gpt.GPT, corpora.Corpus]:
+    """runs/x with random weights, at ctx 64, extended to 256 where a scaling is named."""
+    cfg = train_settings("exp=smoke", "name=x", *overrides)
+    if cfg.scaling["kind"] != "none":
+        cfg.init, cfg.pretrained, cfg.ctx = "parent", {"ctx": 64, "tokens": 1}, 256
+    corpus = corpora.prepare(cfg.data, ".cache")
+    model = biases(gpt.build(cfg, corpus.vocab_size))
+    state = {"config": vars(cfg) | {"model": vars(cfg.model), "optim": vars(cfg.optim)}, "step": 1}
+    checkpoint.start(here / "runs/x", cfg)
+    checkpoint.save(here / "runs/x", {**state, "model": model.state_dict(), "corpus": corpus.key})
+    return cfg, model, corpus
+
+
+def say_export(monkeypatch, *argv: str) -> str:
+    monkeypatch.setattr("sys.argv", ["export.py", *argv])
+    with pytest.raises(ValueError) as e:
+        export.main()
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+@pytest.mark.parametrize("case", EXPORTED)
+def test_exported_logits_equal_transformers(case, here, monkeypatch):
+    overrides, kind = EXPORTED[case]
+    cfg, model, corpus = a_run(here, *overrides)
+    monkeypatch.setattr("sys.argv", ["export.py", "run=x", "out=there"])
+    export.main()
+    expected = transformers.AutoModelForCausalLM.from_pretrained("there").eval()
+    assert expected.config.model_type == kind and sorted(p.name for p in here.iterdir() if p.name[0] != ".") == [
+        "runs",
+        "there",
+    ]
+    scaled = gpt.own_scaling(cfg, model.pos)
+    x = torch.randint(corpus.vocab_size, (2, 256), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        a, b = model(x, scaled=scaled), expected(x).logits
+        assert (a - b).abs().max() <= 1e-4 * b.abs().max()
+        assert scaled.inv_freq is None or (model(x) - b).abs().max() > 1e-2  # it is the scaled model that was written
+    back, weights, vocab_size = hf.read(Path("there"), 256, 64 if case == "pi" else None)
+    assert vocab_size == corpus.vocab_size and back.ctx == cfg.ctx
+    again = gpt.load(back, vocab_size, weights).eval()
+    with torch.inference_mode():
+        assert (again(x, scaled=gpt.own_scaling(back, again.pos, 256)) - a).abs().max() <= 1e-4 * b.abs().max()
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
+def test_exported_tokens_equal_ours(tokenizer, here, monkeypatch):
+    _, _, corpus = a_run(here, f"data.tokenizer={tokenizer}", "data.vocab_size=1024")
+    monkeypatch.setattr("sys.argv", ["export.py", "run=x", "out=there"])
+    export.main()
+    theirs = transformers.AutoTokenizer.from_pretrained("there")
+    texts = [t for _, t in corpora.held_out({"kind": "sympy", "holdout": 4})]
+    odd = "aaaaaaa\taaaa  \r\n\n\n x=1234567; it's IT'S \u00e9\u0301 \u4f60\u597d \U0001f600 \u017f\x00\x7f    "
+    for text in [*texts, odd, *(odd[i:] for i in range(1, 40)), ""]:
+        ours = corpus.encoding.encode_ordinary(text)
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ours
+        assert theirs(text)["input_ids"] == ours
+        assert theirs.decode(ours) == text
+    assert theirs.eos_token_id == corpus.encoding.eot_token and len(theirs) == corpus.encoding.n_vocab
+
+
+@pytest.mark.parametrize(
+    "overrides, right",
+    [
+        (["pos=alibi"], r"pos=alibi: cannot be exported: only pos=rope"),
+        (["pos=none"], r"pos=none: cannot be exported"),
+        (["pos=xpos"], r"pos=xpos: cannot be exported"),
+        (["pos=rope_partial"], r"pos\.rotary_fraction=0\.25: cannot be exported"),
+        (["pos=rope_proportional"], r"pos\.rotary_fraction=0\.75: cannot be exported"),
+        (["attention=linear"], r"attention=linear: cannot be exported"),
+        (["scaling=yarn_paper"], r"scaling=yarn_paper: was trained with, and cannot be exported: none, pi, ntk"),
+        (["scaling=rerope"], r"scaling=rerope: was trained with"),
+        (["scaling=ntk", "plus=logn"], r"plus=logn: was trained with"),
+        (["model=neox", "model.n_heads=2"], r"model\.norm=layer: cannot be exported"),
+        (["model.residual=parallel"], r"model\.residual=parallel: cannot be exported"),
+        (["model.qk_norm=true"], r"model\.qk_norm=True: cannot be exported"),
+        (["model.qkv_bias=true"], r"model\.qkv_bias=True: cannot be exported"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_exported_is_named_and_nothing_is_written(overrides, right, here, monkeypatch):
+    a_run(here, *overrides)
+    assert re.search(right, say_export(monkeypatch, "run=x", "out=there"))
+    assert not [p for p in here.iterdir() if "there" in p.name]
+
+
+def test_export_says_what_is_wrong(here, monkeypatch):
+    a_run(here)
+    assert "run=nobody: no trained run of that name in runs/; there are x" in say_export(
+        monkeypatch, "run=nobody", "out=t"
+    )
+    assert "out: must be given a value" in say_export(monkeypatch, "run=x")
+    assert "to=there: must be one of run=..., out=..." in say_export(monkeypatch, "to=there")
+    (here / "full").mkdir()
+    assert "out=full: is there already" in say_export(monkeypatch, "run=x", "out=full")
+
+    def no_room(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "save_file", no_room)
+    assert "out=there: cannot be written (No space left on device)" in say_export(monkeypatch, "run=x", "out=there")
+    assert not [p for p in here.iterdir() if "there" in p.name]
