@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra._internal import utils as hydra_utils
 from hydra.core.hydra_config import HydraConfig
@@ -33,6 +33,18 @@ def one_line(e: BaseException) -> str:
 USERS_MISTAKES = (ValueError, OSError, HydraException, OmegaConfBaseException)
 
 
+def rank() -> int:
+    """Which of torchrun's processes this is."""
+    return int(os.environ.get("RANK", 0))
+
+
+def end(line: str, everyones: bool = True) -> NoReturn:
+    """Exit with this line and code 1. everyones: under torchrun all processes come to it, and one line is enough."""
+    if rank() > 0 and everyones:
+        time.sleep(2)  # until torchrun has seen rank 0 end, and ends this process before it repeats the line
+    sys.exit(f"error: {line}" if rank() == 0 else f"error: rank {rank()}: {line}")
+
+
 class Failed(str):
     """What a job of a sweep returns in place of a result: its part of the command line."""
 
@@ -50,18 +62,15 @@ def one_line_errors(function: Callable) -> Callable:
         except USERS_MISTAKES as e:
             if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 raise
-            line = one_line(e)
+            line, everyones = one_line(e), not isinstance(e, OSError)
         except KeyboardInterrupt:
             sys.exit(130)
         if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
             job = " ".join(HydraConfig.get().overrides.task)
-            print(f"error: {job}: {line}", file=sys.stderr)
+            if rank() == 0:
+                print(f"error: {job}: {line}", file=sys.stderr)
             return Failed(job)
-        rank = os.environ.get("RANK", "0")
-        if rank != "0":  # under torchrun: a mistake that rank 0 sees, too, ends this process before it repeats the line
-            time.sleep(2)
-            line = f"rank {rank}: {line}"
-        sys.exit(f"error: {line}")
+        end(line, everyones)
 
     return wrapped
 
@@ -71,7 +80,7 @@ def whole(function: Callable) -> Any:
     result = function()
     jobs = [job.return_value for batch in result for job in batch] if isinstance(result, list) else []
     if failed := [job for job in jobs if isinstance(job, Failed)]:
-        sys.exit(f"error: {len(failed)} of {len(jobs)} jobs failed, as said above: {'; '.join(failed)}")
+        end(f"{len(failed)} of {len(jobs)} jobs failed, as said above: {'; '.join(failed)}")
     return result
 
 
