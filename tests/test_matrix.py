@@ -1,0 +1,150 @@
+"""The study: its plan, its resuming, and the verdicts on published claims, recomputed from the committed rows."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from studies import claims, matrix
+from studies.claims import FAILS, HOLDS, MISSING, UNSEEN, At, Check
+from tests.conftest import ROOT, choices, command, train_settings
+
+# ---- the plan ----
+
+
+@pytest.mark.parametrize("size", matrix.SIZES)
+def test_plan_trains_every_encoding_base_and_extension_with_every_seed(size):
+    size = matrix.SIZES[size]
+    jobs = matrix.plan(size, size.seeds)
+    assert len({job.name for job in jobs}) == len(jobs)
+    for seed in size.seeds:
+        names = {job.name for job in jobs if job.seed == seed}
+        assert {f"{pos}-s{seed}" for pos in choices("pos")} <= names
+        assert {f"base{base}-s{seed}" for base in matrix.BASES} <= names
+        assert {f"{m}-{n}-s{seed}" for m in matrix.EXTENSIONS for n in size.finetune} <= names
+    for job in jobs:
+        assert any(x in (job.part, job.name) for x in ("encodings", "base", "finetune"))
+        if job.part != "finetune" or "scratch" in job.name:
+            cfg = train_settings(*job.train, f"name={job.name}")
+            assert cfg.seed == job.seed and cfg.steps == job.steps
+            assert cfg.ctx == (4 * size.L if job.part == "finetune" else size.L)
+            assert cfg.batch_tokens == size.batch_tokens
+
+
+def test_only_fits_what_the_run_can_be_read_with(here):
+    from tests.conftest import run_train
+
+    run_train("steps=1", "name=a")
+    found = matrix.scalings(here / "runs/a", 512)
+    assert {"pi", "ntk", "yarn", "rerope", "logn", "window_sink"} <= set(found)
+    assert not {"none", "window", "longrope"} & set(found)
+    run_train("steps=1", "name=b", "pos=alibi")
+    assert "pi" not in matrix.scalings(here / "runs/b", 512)
+
+
+def test_a_small_matrix_runs_and_skips_what_is_done(here):
+    """rope, a base and two fine-tunings, at a size of seconds; the second call does nothing."""
+    which = "rope-s0,base100-s0,alibi-s0,pi-5-s0"
+    args = ("quick", "--only", which, "--out", "rows.jsonl")
+    done = command("-m=studies.matrix", *args, cwd=here)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(x) for x in (here / "rows.jsonl").read_text().splitlines()]
+    assert {r["name"] for r in rows} == set(which.split(","))
+    rope = {r["label"] for r in rows if r["name"] == "rope-s0"}
+    assert {"none", "window", "ntk", "rerope", "pi factor=fixed", "shifted", "unshifted"} <= rope
+    loss = {(r["name"], r["label"], r["n"]): r["loss"] for r in rows}
+    assert abs(loss["rope-s0", "shifted", 32] - loss["rope-s0", "unshifted", 32]) < 1e-2
+    row = next(r for r in rows if r["name"] == "rope-s0" and r["label"] == "window")
+    assert row["gain"] == 0 and row["command"].startswith("python train.py pos=rope") and row["commit"]
+    before = (here / "rows.jsonl").stat().st_mtime_ns
+    done = command("-m=studies.matrix", *args, cwd=here)
+    assert done.returncode == 0 and "0 to do" in done.stdout
+    assert (here / "rows.jsonl").stat().st_mtime_ns == before
+    done = command("-m=studies.matrix", "quick", "--only", "nope", cwd=here)
+    assert done.returncode == 1 and done.stderr.startswith("error: --only=nope: must be")
+
+
+def test_past_its_minutes_it_stops_and_says_so(here):
+    done = command("-m=studies.matrix", "quick", "--minutes", "0.02", "--out", "rows.jsonl", cwd=here)
+    assert done.returncode == 1 and "the same command goes on from there" in done.stderr
+    assert not (here / "rows.jsonl").exists()
+
+
+# ---- verdicts ----
+
+A, B = At("a", "none", 512), At("b", "none", 512)
+
+
+def test_interval_covers_seeds_and_documents():
+    delta = np.array([[1.0, 1.0, 1.0], [3.0, 3.0, 3.0]])
+    mean, low, high = claims.interval(delta)
+    assert mean == 2 and low == 1 and high == 3  # the seeds' spread
+    mean, low, high = claims.interval(delta.T)
+    assert mean == 2 and low == 1 and high == 3  # the documents'
+    assert claims.interval(np.ones((3, 5))) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "check, interval, want",
+    [
+        (Check(A, B), (0.1, 0.05, 0.2), HOLDS),
+        (Check(A, B), (-0.1, -0.2, -0.05), FAILS),
+        (Check(A, B), (0.1, -0.05, 0.2), UNSEEN),
+        (Check(A, B, 0.1), (0.1, 0.05, 0.2), UNSEEN),
+        (Check(A, B, 0.02, less=True), (0.0, -0.01, 0.01), HOLDS),
+        (Check(A, B, 0.02, less=True), (0.1, 0.05, 0.2), FAILS),
+        (Check(A, B), None, MISSING),
+    ],
+)
+def test_verdict_follows_the_interval(check, interval, want):
+    assert claims.verdict([(check, interval)]) == want
+    assert claims.verdict([(check, interval), (Check(A, B), (1, 1, 1))]) == want
+    if want != MISSING:
+        assert claims.verdict([(check, interval), (Check(A, B), (-1, -1, -1))]) == FAILS
+
+
+def test_a_claim_is_measured_on_the_right_rows():
+    def row(name: str, label: str, n: int, seed: int, nll: list[float]) -> dict:
+        return {"name": f"{name}-s{seed}", "label": label, "n": n, "seed": seed, "nll": nll, "tokens": 4}
+
+    rows = [row("rope", "none", 512, s, [4.0, 8.0]) for s in (0, 1)] + [row("rope", "yarn", 512, 1, [2.0, 4.0])]
+    check = claims.worse("rope", "none", 512, "rope", "yarn", 512)
+    (mean, low, high), seeds = claims.measure(rows, check)
+    assert (mean, low, high, seeds) == (1.5, 1.0, 2.0, 1)  # nats per token, two tokens a document
+    assert claims.measure(rows, claims.worse("rope", "none", 512, "xpos", "yarn", 512)) == (None, 0)
+
+
+def test_every_claim_names_rows_that_the_plan_makes():
+    size = matrix.SIZES["default"]
+    jobs = {job.name.rpartition("-s")[0]: job for job in matrix.plan(size, size.seeds)}
+    for claim in claims.CLAIMS:
+        assert claim.source and claim.says and claim.checks
+        for at in (x for c in claim.checks for x in (c.a, c.b)):
+            if at.run.startswith("decay"):
+                assert len(claims.nll([], at)[0]) == 2048 - at.n
+                continue
+            assert at.run in jobs, at
+            assert at.n in jobs[at.run].lengths
+            name = at.label.split()[0]
+            assert name in (*choices("scaling"), "shifted", "unshifted")
+
+
+def test_claims_md_is_what_the_rows_give():
+    rows = [json.loads(x) for x in (ROOT / "results/matrix.jsonl").read_text().splitlines()]
+    assert (ROOT / "results/claims.md").read_text() == claims.table(rows)
+
+
+def test_the_committed_rows_say_where_they_come_from():
+    rows = [json.loads(x) for x in (ROOT / "results/matrix.jsonl").read_text().splitlines()]
+    names = {job.name for job in matrix.plan(matrix.SIZES["default"], (0, 1, 2))}
+    for row in rows:
+        assert row["name"] in names and re.fullmatch(r"[0-9a-f]{7,}", row["commit"]), row["name"]
+        assert row["command"].startswith("python train.py ") and len(row["nll"]) == 32
+
+
+def test_claims_without_rows_is_one_line(here, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["claims", "--rows", "none.jsonl"])
+    with pytest.raises(ValueError, match=r"first python -m studies\.matrix"):
+        claims.main()
