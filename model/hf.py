@@ -39,6 +39,7 @@ HARMLESS = re.findall(
     summary_proj_to_labels summary_type summary_use_proj task_specific_params tokenizer_class rotary
     transformers.js_config id2label label2id output_attentions output_hidden_states return_dict use_return_dict
     problem_type chunk_size_feed_forward _attn_implementation_autoset max_length min_length
+    max_sequence_length model_max_length
     """,
 )
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")

@@ -234,6 +234,17 @@ def test_shards_and_halves(tmp_path):
         hf.read(tmp_path / "two", L)
 
 
+def test_constants_of_old_checkpoints_are_passed_over(tmp_path):
+    """Masks and frequencies that transformers 4 saved beside GPT-NeoX's weights."""
+    theirs("gpt_neox", {}, tmp_path)
+    file, before = tmp_path / "model.safetensors", hf.read(tmp_path, L)[1]
+    old = {"bias": torch.ones(1, 1, L, L, dtype=torch.bool), "masked_bias": torch.tensor(-1e9),
+           "rotary_emb.inv_freq": torch.ones(4)}  # fmt: skip
+    save_file(load_file(file) | {f"gpt_neox.layers.1.attention.{k}": v for k, v in old.items()}, file)
+    after = hf.read(tmp_path, L)[1]
+    assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+
+
 # ---- through eval.py ----
 
 
@@ -465,6 +476,27 @@ def test_exported_logits_equal_transformers(case, here, monkeypatch):
     again = gpt.load(back, vocab_size, weights).eval()
     with torch.inference_mode():
         assert (again(x, scaled=gpt.own_scaling(back, again.pos, 256)) - a).abs().max() <= 1e-4 * b.abs().max()
+
+
+def test_a_run_exported_and_read_back_has_the_same_curves(here, monkeypatch):
+    """Weights, tokenizer, targets and their bytes: all of it, there and back."""
+    a_run(here, "model=llama", "model.n_kv_heads=1")
+    monkeypatch.setattr("sys.argv", ["export.py", "run=x", "out=there"])
+    export.main()
+    curves = []
+    for run in ("x", "hf:there"):
+        run_eval(f"run={run}", "ctx=128", "documents=2", "scaling=yarn", "dtype=float32")
+        files = Path("runs", run.replace("hf:", "hf-"), "eval").glob("*.jsonl")
+        curves.append({f.name.split("-")[0]: [json.loads(line) for line in f.read_text().splitlines()] for f in files})
+    for label, rows in curves[0].items():
+        for a, b in zip(rows, curves[1][label], strict=True):
+            assert (a["n"], a["targets"], a["bytes"], a["train_ctx"]) == (
+                b["n"],
+                b["targets"],
+                b["bytes"],
+                b["train_ctx"],
+            )
+            assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
