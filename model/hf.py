@@ -390,7 +390,7 @@ def load(cfg: EvalConfig, ctx: int) -> tuple[str, dict[str, Any], Corpus]:
     shown = " ".join(f"{k}={v}" if k != "kind" else str(v) for k, v in scaling.items())
     about = f"{folder}, whose config.json says scaling={shown}"
     corpus = corpus_of(folder, cfg.data or usual("data", "sympy"), vocab_size)
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(str(train.pretrained).encode())  # train_ctx= shapes the curves, too
     for file in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
         with file.open("rb") as f:
             digest.update(hashlib.file_digest(f, "sha256").digest())

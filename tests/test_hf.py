@@ -303,6 +303,14 @@ def test_eval_scores_the_held_out_text_as_transformers_does(kind, folder, here, 
         assert row["bits_per_byte"] == pytest.approx(loss * 48 / np.log(2) / n_bytes, abs=1e-5)
 
 
+def test_another_trained_context_is_measured_anew(folder, here):
+    edit(folder, rope_parameters={"rope_type": "linear", "factor": 2.0})
+    for L in (16, 32):
+        run_eval(f"run=hf:{folder}", f"train_ctx={L}", "ctx=128", "score=16", "documents=2")
+    windows = {f.read_text() for f in (here / "runs/hf-model/eval").glob("window-*.jsonl")}
+    assert {json.loads(rows.splitlines()[-1])["window"] for rows in windows} == {32, 64}
+
+
 def spoil(folder, how: str) -> None:
     file = folder / "model.safetensors"
     if how == "no folder":
