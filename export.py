@@ -38,8 +38,8 @@ def architecture(m: ModelConfig) -> str:
     }
     for setting in (s for s, bad in cannot.items() if bad):
         raise ValueError(
-            f"model.{setting}={getattr(m, setting)}: cannot be exported, beside the other settings of this model; the "
-            "shapes nano, tiny, gpt2 (as transformers' Arcee), llama and qwen3 can"
+            f"model.{setting}={getattr(m, setting)}: cannot be exported with the other settings of this model; "
+            "model=nano, tiny, gpt2, llama and qwen3 can"
         )
     if m.qk_norm:
         return "qwen3"  # ours without weights has theirs at 1

@@ -148,7 +148,8 @@ class Attention(nn.Module):
         heads = (self.H, self.G, self.G)
         if self.qk_norms:
             q, k, v = qkv.split(heads, dim=2)
-            qkv = torch.cat([*(norm(x).to(v.dtype) for norm, x in zip(self.qk_norms, (q, k), strict=True)), v], dim=2)
+            q, k = (norm(x.to(norm.weight.dtype)).to(v.dtype) for norm, x in zip(self.qk_norms, (q, k), strict=True))
+            qkv = torch.cat((q, k, v), dim=2)
         if self.linear:
             y = linear_attention(*qkv.split(heads, dim=2), lambda q, k: pos.rotate(q, k, prepared), scaled.window)
             return self.out(y[:, new].flatten(2))

@@ -39,6 +39,7 @@ HARMLESS = re.findall(
     summary_proj_to_labels summary_type summary_use_proj task_specific_params tokenizer_class rotary
     transformers.js_config id2label label2id output_attentions output_hidden_states return_dict use_return_dict
     problem_type chunk_size_feed_forward _attn_implementation_autoset max_length min_length
+    max_sequence_length model_max_length
     """,
 )
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
@@ -389,7 +390,7 @@ def load(cfg: EvalConfig, ctx: int) -> tuple[str, dict[str, Any], Corpus]:
     shown = " ".join(f"{k}={v}" if k != "kind" else str(v) for k, v in scaling.items())
     about = f"{folder}, whose config.json says scaling={shown}"
     corpus = corpus_of(folder, cfg.data or usual("data", "sympy"), vocab_size)
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(str(train.pretrained).encode())  # train_ctx= shapes the curves, too
     for file in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
         with file.open("rb") as f:
             digest.update(hashlib.file_digest(f, "sha256").digest())

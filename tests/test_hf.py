@@ -234,6 +234,17 @@ def test_shards_and_halves(tmp_path):
         hf.read(tmp_path / "two", L)
 
 
+def test_constants_of_old_checkpoints_are_passed_over(tmp_path):
+    """Masks and frequencies that transformers 4 saved beside GPT-NeoX's weights."""
+    theirs("gpt_neox", {}, tmp_path)
+    file, before = tmp_path / "model.safetensors", hf.read(tmp_path, L)[1]
+    old = {"bias": torch.ones(1, 1, L, L, dtype=torch.bool), "masked_bias": torch.tensor(-1e9),
+           "rotary_emb.inv_freq": torch.ones(4)}  # fmt: skip
+    save_file(load_file(file) | {f"gpt_neox.layers.1.attention.{k}": v for k, v in old.items()}, file)
+    after = hf.read(tmp_path, L)[1]
+    assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+
+
 # ---- through eval.py ----
 
 
@@ -290,6 +301,14 @@ def test_eval_scores_the_held_out_text_as_transformers_does(kind, folder, here, 
         assert row["loss"] == pytest.approx(loss, abs=1e-5)
         assert row["bytes"] == n_bytes and row["tokens"] == 48
         assert row["bits_per_byte"] == pytest.approx(loss * 48 / np.log(2) / n_bytes, abs=1e-5)
+
+
+def test_another_trained_context_is_measured_anew(folder, here):
+    edit(folder, rope_parameters={"rope_type": "linear", "factor": 2.0})
+    for L in (16, 32):
+        run_eval(f"run=hf:{folder}", f"train_ctx={L}", "ctx=128", "score=16", "documents=2")
+    windows = {f.read_text() for f in (here / "runs/hf-model/eval").glob("window-*.jsonl")}
+    assert {json.loads(rows.splitlines()[-1])["window"] for rows in windows} == {32, 64}
 
 
 def spoil(folder, how: str) -> None:
@@ -465,6 +484,27 @@ def test_exported_logits_equal_transformers(case, here, monkeypatch):
     again = gpt.load(back, vocab_size, weights).eval()
     with torch.inference_mode():
         assert (again(x, scaled=gpt.own_scaling(back, again.pos, 256)) - a).abs().max() <= 1e-4 * b.abs().max()
+
+
+def test_a_run_exported_and_read_back_has_the_same_curves(here, monkeypatch):
+    """Weights, tokenizer, targets and their bytes: all of it, there and back."""
+    a_run(here, "model=llama", "model.n_kv_heads=1")
+    monkeypatch.setattr("sys.argv", ["export.py", "run=x", "out=there"])
+    export.main()
+    curves = []
+    for run in ("x", "hf:there"):
+        run_eval(f"run={run}", "ctx=128", "documents=2", "scaling=yarn", "dtype=float32")
+        files = Path("runs", run.replace("hf:", "hf-"), "eval").glob("*.jsonl")
+        curves.append({f.name.split("-")[0]: [json.loads(line) for line in f.read_text().splitlines()] for f in files})
+    for label, rows in curves[0].items():
+        for a, b in zip(rows, curves[1][label], strict=True):
+            assert (a["n"], a["targets"], a["bytes"], a["train_ctx"]) == (
+                b["n"],
+                b["targets"],
+                b["bytes"],
+                b["train_ctx"],
+            )
+            assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
