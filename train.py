@@ -72,7 +72,7 @@ def main(hydra_cfg: DictConfig) -> None:
     device, autocast = runtime.pick_device(cfg.device), lambda: runtime.autocast(device, cfg.dtype)
     kernels.choose(cfg.kernel, device)
     rows = cfg.batch_tokens // cfg.ctx
-    own = parallel.share(cfg.batch_tokens, cfg.ctx)
+    own = parallel.share(cfg.batch_tokens, cfg.ctx)  # the rows of each batch that are this process's
     if cfg.shard and parallel.world() == 1:
         raise ValueError("shard=True: needs more than one process: torchrun --nproc_per_node=N train.py shard=true ...")
     encoding = gpt.build_encoding(cfg)  # its mistakes show before any work is done

@@ -100,7 +100,7 @@ def once(work: Callable[[], Any]) -> Any:
     if rank() == 0:
         try:
             result = work()
-        except ValueError as e:
+        except (ValueError, OSError) as e:
             wrong = [str(e)]
     dist.broadcast_object_list(wrong)
     if wrong[0] is not None:

@@ -223,6 +223,17 @@ def test_shares_and_turns(monkeypatch):
         assert sorted(i for t in turns for i, counts in t if counts) == list(range(7))
 
 
+def test_processes_that_see_different_runs_are_told(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(parallel, "gather", lambda items: [*items, 20])
+    parallel.agree("the step that runs/x was saved at", 20)
+    with pytest.raises(
+        ValueError, match=r"the step that runs/x was saved at differs between the processes \(\[None, 20"
+    ):
+        parallel.agree("the step that runs/x was saved at", None)
+
+
 def test_one_process_is_left_alone(monkeypatch):
     """Without torchrun nothing is set up, whatever else is in the environment."""
     monkeypatch.setenv("WORLD_SIZE", "8")  # a leftover
