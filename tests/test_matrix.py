@@ -66,6 +66,18 @@ def test_a_small_matrix_runs_and_skips_what_is_done(here):
     assert done.returncode == 1 and done.stderr.startswith("error: --only=nope: must be")
 
 
+def test_the_settings_of_the_gpu_study_train_at_reduced_size(here):
+    import inspect
+
+    import train
+    from tests.conftest import composed
+
+    small = ["steps=2", "ctx=32", "batch_tokens=128", "micro_tokens=64", "val_windows=4", "data.vocab_size=512"]
+    model = ["model.n_layers=2", "model.n_heads=2", "model.width=64"]
+    inspect.unwrap(train.main)(composed("train", "exp=h200", *small, *model, "name=h"))
+    assert (here / "runs/h/ckpt.pt").exists()
+
+
 def test_past_its_minutes_it_stops_and_says_so(here):
     done = command("-m=studies.matrix", "quick", "--minutes", "0.02", "--out", "rows.jsonl", cwd=here)
     assert done.returncode == 1 and "the same command goes on from there" in done.stderr
