@@ -1,6 +1,5 @@
 """Sweeps, train.py -m and eval.py -m: what fails fails alone, what is done is not done again."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -45,8 +44,7 @@ def test_a_typo_in_a_sweep_is_found_before_any_job(here):
 
 
 def test_the_joblib_launcher_spreads_jobs_over_processes(here):
-    if importlib.util.find_spec("hydra_plugins.hydra_joblib_launcher") is None:
-        pytest.skip("hydra-joblib-launcher is not installed: pip install -e '.[sweep]'")
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="not installed: pip install -e '.[sweep]'")
     sweep = ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "exp=smoke", "steps=2")
     done = command("train.py", *sweep, "batch_tokens=128,100,256", cwd=here)
     assert done.returncode == 1 and "Traceback" not in done.stderr
