@@ -100,8 +100,10 @@ def finetune(rows: Rows) -> Any:
     own = [r for r in rows if r["part"] == "finetune" and r["label"] == "none"]
     fig, axes = plt.subplots(1, 3, figsize=(13, 4.6), dpi=130, sharey=True)
     shares = sorted({r["percent"] for r in own if r["percent"]})
+    labels = []
     for ax, n, where in zip(axes, (L, 4 * L, 8 * L), ("inside", "at the target", "beyond it"), strict=True):
-        ends = []
+        ends: list[tuple[float, str, str]] = []
+        labels.append(ends)
         for method, color in zip(EXTENSIONS, OKABE_ITO, strict=False):
             points = {0.0: seeds(rows, "rope", method).get(n, np.array([]))}
             for share in shares:
@@ -115,15 +117,14 @@ def finetune(rows: Rows) -> Any:
             if found is not None:
                 ax.axhline(np.exp(found.mean()), color=CONTROL, linewidth=1, linestyle=(0, (2, 1.5)))
                 ends.append((float(np.exp(found.mean())), name, CONTROL))
-        perplexity_axis(ax)
         ax.grid(axis="y", alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
-        pictures.end_labels(ax, ends, space=6)
         ax.set_title(f"{where}: n = {n} = {n // L} L", fontsize=10, loc="left")
         ax.set_xlabel("fine-tuning tokens, % of pre-training")
         ax.set_xticks([0, *shares], [f"{x:g}" for x in (0, *shares)], fontsize=8)
-    for ax in axes[1:]:
-        ax.set_ylabel("")
+    perplexity_axis(axes[0])  # shared: the limits are known once all are drawn
+    for ax, ends in zip(axes, labels, strict=True):
+        pictures.end_labels(ax, ends, space=6)
     fig.suptitle(f"RoPE trained at {L}, fine-tuned at {4 * L}", fontsize=11, x=0.01, ha="left")
     fig.tight_layout(w_pad=4)
     return fig
