@@ -5,13 +5,13 @@ Prints one table and draws one figure of every curve that eval.py has measured o
 
 import argparse
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 
+from conf.errors import one_line_errors
 from report import gain
 from studies import pictures
 from studies.pictures import OKABE_ITO
@@ -162,7 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as e:
-        sys.exit(f"error: {e}")
+    one_line_errors(main)()

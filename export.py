@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from conf.errors import one_line_errors
 from conf.schema import ModelConfig, TrainConfig
 from data import tokens
 from data.tokenizer import END
@@ -240,7 +241,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as e:
-        sys.exit(f"error: {e}")
+    one_line_errors(main)()

@@ -8,7 +8,7 @@ import os
 
 import torch
 from torch import Tensor
-from torch.library import custom_op, triton_op, wrap_triton
+from torch import library as torch_ops
 
 from kernels import rope_torch
 
@@ -129,9 +129,9 @@ def _unit_stride(x: Tensor) -> Tensor:
 if rope_triton is not None:
     # Inductor sees through a triton_op; under the interpreter there is nothing to see, and it fails.
     if INTERPRETED or not torch.cuda.is_available():
-        _op, _wrap = custom_op, lambda kernel: kernel
+        _op, _wrap = torch_ops.custom_op, lambda kernel: kernel
     else:
-        _op, _wrap = triton_op, wrap_triton
+        _op, _wrap = torch_ops.triton_op, torch_ops.wrap_triton
 
     def _like(x: Tensor) -> Tensor:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)

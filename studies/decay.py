@@ -8,13 +8,13 @@ RoFormer, arXiv 2104.09864, 3.4.3), which "may be too loose" (PI, arXiv 2306.155
 import argparse
 import csv
 import io
-import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
+from conf.errors import one_line_errors
 from conf.registry import usual
 from kernels import cos_sin, phase, rotate
 from model.checkpoint import write_atomically
@@ -102,7 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as e:
-        sys.exit(f"error: {e}")
+    one_line_errors(main)()

@@ -5,8 +5,6 @@ against fine-tuning tokens. base: loss against RoPE's base. Each as PNG and SVG 
 """
 
 import argparse
-import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from conf.errors import one_line_errors
 from conf.registry import ROOT
 from studies import pictures
-from studies.matrix import EXTENSIONS
+from studies.matrix import EXTENSIONS, read
 from studies.pictures import CONTROL, OKABE_ITO
 from studies.spectrum import base_bound, scale_matched_base
 
@@ -163,9 +162,7 @@ def main() -> None:
     parser.add_argument("--rows", default=str(ROOT / "results/matrix.jsonl"), help="what studies.matrix wrote")
     parser.add_argument("--out", default=str(ROOT / "results"), help="the folder")
     args = parser.parse_args()
-    if not Path(args.rows).exists():
-        raise ValueError(f"--rows {args.rows}: not found: first python -m studies.matrix")
-    rows = [json.loads(line) for line in Path(args.rows).read_text().splitlines()]
+    rows = read(Path(args.rows))
     plt.rcParams["svg.hashsalt"] = "ropewalk"
     for name, draw in FIGURES.items():
         part = {"scaling": "encodings"}.get(name, name)
@@ -179,7 +176,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as e:
-        sys.exit(f"error: {e}")
+    one_line_errors(main)()

@@ -17,7 +17,7 @@ import torch
 
 import compare
 import report
-from conf.errors import check
+from conf.errors import check, one_line_errors
 from conf.registry import ROOT, choices, usual
 from data import tokens
 from model import checkpoint, gpt, runtime, scaling
@@ -101,6 +101,13 @@ def minutes(job: Job, size: Size) -> float:
     curves = 20 if job.every_scaling and job.about.get("base") is None and "rope" in job.name else 2
     read = curves * 32 * sum(job.lengths)
     return (job.steps * size.batch_tokens / size.rates[0] + read / size.rates[1] + 30) / 60
+
+
+def read(path: Path) -> list[dict]:
+    """The rows that are in path."""
+    if not path.exists():
+        raise ValueError(f"--rows {path}: not found: first python -m studies.matrix")
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def scalings(run: Path, longest: int) -> list[str]:
@@ -226,7 +233,7 @@ def main() -> None:
         for x in wanted:
             check(x in known, "--only", x, f"encodings, base, finetune or a job such as {jobs[0].name}")
         jobs = [job for job in jobs if job.part in wanted or job.name in wanted]
-    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    rows = read(out) if out.exists() else []
     todo = [job for job in jobs if job.name not in {row["name"] for row in rows}]
     left = sum(minutes(job, size) for job in todo)
     print(f"{len(jobs)} jobs, {len(todo)} to do: about {left / 60:.1f} h at {size.rates[0]:,.0f} tokens/s of training")
@@ -244,7 +251,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as e:
-        sys.exit(f"error: {e}")
+    one_line_errors(main)()

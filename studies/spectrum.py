@@ -7,12 +7,12 @@ import argparse
 import csv
 import io
 import math
-import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from conf.errors import one_line_errors
 from conf.registry import usual
 from model.checkpoint import write_atomically
 from model.scaling import Trained, resolve
@@ -142,7 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as e:
-        sys.exit(f"error: {e}")
+    one_line_errors(main)()

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from studies import claims, matrix
-from studies.claims import FAILS, HOLDS, MISSING, UNSEEN, At, Check
+from studies.claims import FAILS, HOLDS, MISSING, UNSEEN
+from studies.published import CLAIMS, At, Check, worse
 from tests.conftest import ROOT, choices, command, train_settings
 
 # ---- the plan ----
@@ -127,16 +128,16 @@ def test_a_claim_is_measured_on_the_right_rows():
         return {"name": f"{name}-s{seed}", "label": label, "n": n, "seed": seed, "nll": nll, "tokens": 4}
 
     rows = [row("rope", "none", 512, s, [4.0, 8.0]) for s in (0, 1)] + [row("rope", "yarn", 512, 1, [2.0, 4.0])]
-    check = claims.worse("rope", "none", 512, "rope", "yarn", 512)
+    check = worse("rope", "none", 512, "rope", "yarn", 512)
     (mean, low, high), seeds = claims.measure(rows, check)
     assert (mean, low, high, seeds) == (1.5, 1.0, 2.0, 1)  # nats per token, two tokens a document
-    assert claims.measure(rows, claims.worse("rope", "none", 512, "xpos", "yarn", 512)) == (None, 0)
+    assert claims.measure(rows, worse("rope", "none", 512, "xpos", "yarn", 512)) == (None, 0)
 
 
 def test_every_claim_names_rows_that_the_plan_makes():
     size = matrix.SIZES["default"]
     jobs = {job.name.rpartition("-s")[0]: job for job in matrix.plan(size, size.seeds)}
-    for claim in claims.CLAIMS:
+    for claim in CLAIMS:
         assert claim.source and claim.says and claim.checks
         for at in (x for c in claim.checks for x in (c.a, c.b)):
             if at.run.startswith("decay"):

@@ -9,7 +9,7 @@ import sys
 import mpmath
 import pytest
 import torch
-from torch.library import opcheck
+from torch import library as torch_ops
 
 import kernels
 from kernels import phase, rope, rope_packed, rope_torch
@@ -289,9 +289,9 @@ def test_opcheck():
     q, k = (x.requires_grad_() for x in data(T=5))
     f = phase(frequencies(32))
     for positions in (None, torch.arange(5)):
-        opcheck(op._turn, (q, k, f, positions, 2, False, 1.0))
-    opcheck(op._turn_into_packed, (q, k, k.detach().clone().requires_grad_(), f, None, 0, True, 1.0))
-    opcheck(op._norm_turn, (q.detach(), k.detach(), f, None, 0, False, 1.0, 1e-6))
+        torch_ops.opcheck(op._turn, (q, k, f, positions, 2, False, 1.0))
+    torch_ops.opcheck(op._turn_into_packed, (q, k, k.detach().clone().requires_grad_(), f, None, 0, True, 1.0))
+    torch_ops.opcheck(op._norm_turn, (q.detach(), k.detach(), f, None, 0, False, 1.0, 1e-6))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,0 +1,268 @@
+"""What is published on extrapolation, as differences between rows of the matrix: the data of claims.py."""
+
+import math
+from dataclasses import dataclass, field
+
+L = 256  # the default size's trained context
+SAME = 0.02  # nats per token: what counts as no worse (twice the noise of a rerun on other hardware)
+
+
+@dataclass(frozen=True)
+class At:
+    """Rows of one condition: a run of the matrix (without its seed), how it is read, and at which length."""
+
+    run: str
+    label: str
+    n: int
+
+    def __str__(self) -> str:
+        how = "" if self.label == "none" else f" {self.label}"
+        return f"{self.run}{how} @{self.n}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """loss(a) - loss(b) > margin, nats per token; with less=True, < margin. absolute: of each document's difference
+    the size, where what is claimed is that there is one, or none."""
+
+    a: At
+    b: At
+    margin: float = 0.0
+    less: bool = False
+    absolute: bool = False
+
+
+@dataclass(frozen=True)
+class Claim:
+    text: str
+    source: str
+    says: str  # at its own scale
+    checks: list[Check] = field(default_factory=list)
+
+
+def worse(run: str, label: str, n: int, run_b: str, label_b: str, n_b: int, by: float = 0.0) -> Check:
+    return Check(At(run, label, n), At(run_b, label_b, n_b), by)
+
+
+def no_worse(run: str, label: str, n: int, run_b: str, label_b: str, n_b: int) -> Check:
+    return Check(At(run, label, n), At(run_b, label_b, n_b), SAME, less=True)
+
+
+def shifts(run: str, less: bool) -> Check:
+    """The same text at positions 0 .. L/2 - 1 and L/2 .. L - 1."""
+    return Check(At(run, "shifted", L // 2), At(run, "unshifted", L // 2), SAME, less, absolute=True)
+
+
+DECAY = [(500, 5000), (5000, 50000)]
+CLAIMS = [
+    Claim(
+        "Learned embeddings do not extrapolate",
+        "Press et al., 2108.12409; Vaswani et al., 1706.03762",
+        "undefined past the table; untrained rows are noise",
+        [worse("learned", "none", 2 * L, "learned", "none", L)],
+    ),
+    Claim(
+        "Sinusoidal embeddings do not extrapolate either",
+        "Press et al., 2108.12409",
+        "19.91 @532 to 406 @15512, L=512",
+        [worse("sinusoidal", "none", 2 * L, "sinusoidal", "none", L)],
+    ),
+    Claim(
+        "RoPE's perplexity explodes past the training length (doubles at 2 L)",
+        "Chen et al., 2306.15595, table 1",
+        "7.2 to above 1000 at 2 L, 7B",
+        [worse("rope", "none", 2 * L, "rope", "none", L, math.log(2))],
+    ),
+    Claim(
+        "ALiBi extrapolates: no worse at 16 L",
+        "Press et al., 2108.12409",
+        "18.40 at 3072 of a model trained at 512",
+        [no_worse("alibi", "none", 16 * L, "alibi", "none", L)],
+    ),
+    Claim(
+        "NoPE is limited, too",
+        "Wang et al., 2404.12224",
+        "it still has a limited context length",
+        [worse("none", "none", 4 * L, "none", "none", L)],
+    ),
+    Claim(
+        "T5's bias extrapolates better than RoPE",
+        "Press et al., 2108.12409",
+        "better than sinusoidal and rotary",
+        [worse("rope", "none", n, "t5_bias", "none", n) for n in (2 * L, 8 * L)],
+    ),
+    Claim(
+        "xPos extrapolates better than RoPE",
+        "Sun et al., 2212.10554",
+        "lower perplexity at 2 L and 4 L",
+        [worse("rope", "none", n, "xpos", "none", n) for n in (2 * L, 4 * L)],
+    ),
+    Claim(
+        "Interleaved and split RoPE are the same encoding",
+        "Su et al., 2104.09864",
+        "a permutation of dimensions",
+        [
+            no_worse("rope_interleaved", "none", L, "rope", "none", L),
+            no_worse("rope", "none", L, "rope_interleaved", "none", L),
+        ],
+    ),
+    Claim(
+        "PI without fine-tuning is worse than a window of L",
+        "Chen et al., 2306.15595, table 3",
+        "16.1 at 4 L at step 0, against 7.2 in window",
+        [worse("rope", "pi", 4 * L, "rope", "window", 4 * L)],
+    ),
+    Claim(
+        "PI without fine-tuning beats no scaling, at 4 L",
+        "Chen et al., 2306.15595, table 3",
+        "16.1 against above 1000, 7B",
+        [worse("rope", "none", 4 * L, "rope", "pi", 4 * L)],
+    ),
+    Claim(
+        "PI without fine-tuning is worse than no scaling, at 8 L",
+        "Su, kexue.fm/9675",
+        "13.5 % against 23.2 % of tokens right, 100M",
+        [worse("rope", "pi", 8 * L, "rope", "none", 8 * L)],
+    ),
+    Claim(
+        "PI costs resolution inside L when its factor is fixed",
+        "bloc97; llama.cpp#1967",
+        "5.91 to 7.00 at 512 tokens",
+        [worse("rope", "pi factor=fixed", L, "rope", "none", L)],
+    ),
+    Claim(
+        "NTK-aware helps without fine-tuning: better than none and than PI",
+        "bloc97; kexue.fm/9675",
+        "39.3 % of tokens right against 23.2 and 13.5, at 8 L",
+        [worse("rope", x, n, "rope", "ntk", n) for x in ("none", "pi") for n in (2 * L, 8 * L)],
+    ),
+    Claim(
+        "NTK-aware works without fine-tuning: no worse at 2 L than in the window",
+        "bloc97",
+        "minimal perplexity degradation",
+        [no_worse("rope", "ntk", 2 * L, "rope", "none", L)],
+    ),
+    Claim(
+        "A fixed NTK factor costs something inside L, the dynamic one nothing",
+        "emozilla; rerope's README",
+        "1.497 to 1.608 in window, 13B",
+        [
+            worse("rope", "ntk factor=fixed", L, "rope", "none", L),
+            no_worse("rope", "dynamic_ntk", L, "rope", "none", L),
+        ],
+    ),
+    Claim(
+        "NTK-by-parts improves on NTK-aware",
+        "Peng et al., 2309.00071, 3.2",
+        "by design",
+        [worse("rope", "ntk", n, "rope", "ntk_by_parts", n) for n in (2 * L, 4 * L)],
+    ),
+    Claim(
+        "NTK-mixed improves on NTK-aware",
+        "Su, kexue.fm/9706",
+        "40.1 % against 39.3 %, at 8 L",
+        [worse("rope", "ntk", 8 * L, "rope", "ntk_mixed", 8 * L)],
+    ),
+    Claim(
+        "ReRoPE beats both",
+        "Su, kexue.fm/9708",
+        "48.5 % against 40.1 and 39.3, at 8 L",
+        [worse("rope", x, 8 * L, "rope", "rerope", 8 * L) for x in ("ntk", "ntk_mixed")],
+    ),
+    Claim(
+        "ReRoPE gains from more context",
+        "bojone/rerope",
+        "1.500, 1.427, 1.400 at L, 2 L, 4 L, 13B",
+        [worse("rope", "none", L, "rope", "rerope", 2 * L)],
+    ),
+    Claim(
+        "YaRN's temperature helps: better than by-parts alone",
+        "Peng et al., 2309.00071, 3.4",
+        "over all of 2 to 64 k",
+        [worse("rope", "ntk_by_parts", n, "rope", "yarn_paper", n) for n in (4 * L, 8 * L)],
+    ),
+    Claim(
+        "Dynamic YaRN beats dynamic PI beats none",
+        "Peng et al., 2309.00071, B.3",
+        "Llama 2, no fine-tuning",
+        [worse("rope", "pi", 4 * L, "rope", "yarn", 4 * L), worse("rope", "none", 4 * L, "rope", "pi", 4 * L)],
+    ),
+    Claim(
+        "YaRN beats PI without fine-tuning, at 8 L",
+        "llama.cpp#2268",
+        "86 against 117",
+        [worse("rope", "pi", 8 * L, "rope", "yarn", 8 * L)],
+    ),
+    Claim(
+        "YaRN without fine-tuning beats the window at 2 L",
+        "this project",
+        "the bar for use of context",
+        [worse("rope", "window", 2 * L, "rope", "yarn", 2 * L)],
+    ),
+    Claim(
+        "Fine-tuning repairs PI: better at 4 L after 200 steps than after none",
+        "Chen et al., 2306.15595, table 3",
+        "16.10 to 7.12 in 200 steps",
+        [worse("rope", "pi", 4 * L, "pi-200", "none", 4 * L)],
+    ),
+    Claim(
+        "PI fine-tuned beats direct fine-tuning, at 4 L",
+        "Chen et al., 2306.15595, table 1",
+        "6.96 against 7.34 at 2 L",
+        [worse("none-200", "none", 4 * L, "pi-200", "none", 4 * L)],
+    ),
+    Claim(
+        "YaRN fine-tuned beats NTK and PI at the target",
+        "Peng et al., 2309.00071, table 1",
+        "3.35, 3.59, 3.34 at 8k",
+        [worse(f"{x}-200", "none", 4 * L, "yarn-200", "none", 4 * L) for x in ("ntk", "pi")],
+    ),
+    Claim(
+        "Past the target of fine-tuning, YaRN and NTK hold better than PI",
+        "Peng et al., 2309.00071, table 1",
+        "6.04 and 6.24 against 8.07 at 10k",
+        [worse("pi-200", "none", 8 * L, f"{x}-200", "none", 8 * L) for x in ("yarn", "ntk")],
+    ),
+    Claim(
+        "A smaller base in pre-training: worse loss and no extrapolation",
+        "Su, kexue.fm/9948",
+        "in words",
+        [worse("base500", "none", L, "rope", "none", L), worse("base500", "none", 4 * L, "base500", "none", L)],
+    ),
+    Claim(
+        "A larger base weakens the decay of q . k with distance",
+        "Su et al., 2104.09864, 3.4.3; the published decay study",
+        "in pictures, base 500 to 50000",
+        [Check(At(f"decay base {b}", "score", L), At(f"decay base {a}", "score", L)) for a, b in DECAY],
+    ),
+    Claim(
+        "A smaller base reads further past L than a larger one",
+        "OpenLMLab/scaling-rope, tuned at 16k",
+        "base 500 51.3, base 1e6 8350 at 1M",
+        [worse("base1000000", "none", 8 * L, "base500", "none", 8 * L)],
+    ),
+    Claim(
+        "A larger base costs short-range resolution",
+        "PI paper and blog literature",
+        "in words",
+        [worse("base1000000", "none", L, "rope", "none", L)],
+    ),
+    Claim(
+        "A base under the bound for L (1412 at 256) costs loss in the window",
+        "Men et al., 2405.14591",
+        "long-context ability is superficial below it",
+        [worse("base100", "none", L, "rope", "none", L), worse("base500", "none", L, "rope", "none", L)],
+    ),
+    Claim(
+        "Absolute encodings are not shift-invariant",
+        "Su et al., 2104.09864; Press et al., 2108.12409",
+        "by construction",
+        [shifts(pos, less=False) for pos in ("learned", "sinusoidal")],
+    ),
+    Claim(
+        "RoPE is shift-invariant",
+        "Su et al., 2104.09864, 3.2",
+        "by construction",
+        [shifts("rope", less=True)],
+    ),
+]
