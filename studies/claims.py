@@ -27,8 +27,8 @@ targets, with 95 % intervals over seeds and documents; @n is the context given, 
 The verdict follows from the intervals: all on the claim's side of its margin, one wholly on the other side, or neither
 ({UNSEEN}). "No worse" means by less than {SAME}.
 
-| claim | source, and what it says there | our rows | seeds | verdict |
-|---|---|---|---|---|"""
+| | claim | source, and what it says there | our rows | seeds | verdict |
+|---|---|---|---|---|---|"""
 
 
 def nll(rows: list[dict], at: At) -> dict[int, np.ndarray]:
@@ -75,7 +75,7 @@ def measure(rows: list[dict], check: Check) -> tuple[tuple[float, float, float] 
 
 def table(rows: list[dict]) -> str:
     lines = [HEAD]
-    for claim in CLAIMS:
+    for number, claim in enumerate(CLAIMS, 1):
         measured = [(c, *measure(rows, c)) for c in claim.checks]
         cells = []
         for c, found, _ in measured:
@@ -85,7 +85,9 @@ def table(rows: list[dict]) -> str:
             cells.append(f"{difference} {sign} {c.margin:.2g}: {said}")
         seeds = min(s for *_, s in measured)
         result = verdict([(c, found) for c, found, _ in measured])
-        lines.append(f"| {claim.text} | {claim.source}: {claim.says} | {'; '.join(cells)} | {seeds} | **{result}** |")
+        ours = "; ".join(cells)
+        said = f"{claim.source}: {claim.says}"
+        lines.append(f"| {number} | {claim.text} | {said} | {ours} | {seeds} | **{result}** |")
     return "\n".join(lines) + "\n"
 
 

@@ -208,6 +208,7 @@ def do(job: Job, size: Size, runs: str, deadline: float) -> list[dict]:
     call([*evaluate, f"score={size.score}", f"scaling={methods}"], deadline)
     if job.name.startswith("rope-s"):  # the tax: one factor at all lengths, as a deployed model pays it
         call([*evaluate, f"score={size.score}", "scaling=pi,ntk,yarn", "++scaling.factor=fixed"], deadline)
+        call([*evaluate, f"score={size.score}", "scaling=ntk,yarn,rerope,rerope_leaky", "plus=logn"], deadline)
     command = f"python train.py {' '.join(job.train)} name={job.name}"
     return gather(job, run, command) + (shifted(job, run, size, command) if job.part == "encodings" else [])
 
@@ -247,7 +248,7 @@ def main() -> None:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         checkpoint.write_atomically(out, lambda f, text=text: f.write(text.encode()))
         left -= minutes(job, size)
-    print(f"\nrows: {out}   next: python -m studies.claims")
+    print(f"\nrows: {out}   next: python -m studies.claims, studies.tables, studies.figures")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from studies import claims, matrix
+from studies import claims, matrix, tables
 from studies.claims import FAILS, HOLDS, MISSING, UNSEEN
 from studies.published import CLAIMS, At, Check, worse
 from tests.conftest import ROOT, choices, command, train_settings
@@ -152,6 +152,31 @@ def test_every_claim_names_rows_that_the_plan_makes():
 def test_claims_md_is_what_the_rows_give():
     rows = [json.loads(x) for x in (ROOT / "results/matrix.jsonl").read_text().splitlines()]
     assert (ROOT / "results/claims.md").read_text() == claims.table(rows)
+
+
+def test_matrix_md_is_what_the_rows_give():
+    rows = [json.loads(x) for x in (ROOT / "results/matrix.jsonl").read_text().splitlines()]
+    assert (ROOT / "results/matrix.md").read_text() == tables.table(rows)
+
+
+def test_tables_show_means_ranges_and_gains():
+    def row(seed: int, label: str, loss: float) -> dict:
+        return {
+            "name": f"rope-s{seed}",
+            "seed": seed,
+            "label": label,
+            "n": 512,
+            "nll": [2 * loss, 2 * loss],
+            "tokens": 4,
+        }
+
+    rows = [row(s, label, np.log(p)) for s, label, p in
+            ((0, "none", 10), (0, "window", 10), (1, "none", 40), (1, "window", 10), (0, "pi", 30))]  # fmt: skip
+    assert tables.perplexity(rows, "rope", "none", 512) == "20.0 (10.0-40.0)"
+    assert tables.perplexity(rows, "rope", "pi", 512) == "30.0"
+    assert tables.perplexity(rows, "rope", "yarn", 512) == ""
+    assert tables.gain(rows, "rope", "pi", 512) == "-1.099 [-1.099, -1.099]"
+    assert tables.gain(rows, "rope", "none", 512).startswith("-0.693 [-1.386, ")
 
 
 def test_the_committed_rows_say_where_they_come_from():
