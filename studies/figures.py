@@ -19,6 +19,7 @@ from studies import pictures
 from studies.matrix import EXTENSIONS, read
 from studies.pictures import CONTROL, OKABE_ITO
 from studies.spectrum import base_bound, scale_matched_base
+from studies.tables import run_of
 
 Rows = list[dict]
 HEAD_DIM = 64  # of every size of the study
@@ -29,9 +30,20 @@ def seeds(rows: Rows, run: str, label: str) -> dict[int, np.ndarray]:
     """n -> losses of all seeds, nats per token."""
     found = defaultdict(list)
     for r in rows:
-        if (r["name"].rpartition("-s")[0], r["label"]) == (run, label):
+        if (run_of(r), r["label"]) == (run, label):
             found[r["n"]].append(r["loss"])
     return {n: np.array(losses) for n, losses in sorted(found.items())}
+
+
+def bands(rows: Rows) -> str:
+    """What the bands are, in words; fewer seeds of some runs are said, too."""
+    of_runs = defaultdict(set)
+    for r in rows:
+        of_runs[run_of(r)].add(r["seed"])
+    counts = sorted({len(found) for found in of_runs.values()})
+    if counts[-1] == 1:
+        return "one seed"
+    return f"bands: the range of {' or '.join(map(str, counts))} seeds"
 
 
 def line(ax: Any, points: dict[float, np.ndarray], color: str, style: Any = "-", **how: Any) -> float:
@@ -71,14 +83,13 @@ def over_lengths(rows: Rows, curves: list[tuple[str, str, str]], title: str) -> 
     perplexity_axis(ax)
     pictures.end_labels(ax, ends, space=8)
     ax.set_xlabel("context: tokens given, n")
-    count = len({r["seed"] for r in rows if r["part"] == "encodings"})
-    band = f"bands: the range of {count} seeds" if count > 1 else "one seed"
-    ax.set_title(f"{title}\n{band}", fontsize=10, loc="left")
+    shown = {run for run, _, _ in curves}
+    ax.set_title(f"{title}\n{bands([r for r in rows if run_of(r) in shown])}", fontsize=10, loc="left")
     return fig
 
 
 def encodings(rows: Rows) -> Any:
-    names = {r["name"].rpartition("-s")[0] for r in rows if r["part"] == "encodings"}
+    names = {run_of(r) for r in rows if r["part"] == "encodings"}
     order = sorted(names, key=lambda name: -max(v.mean() for v in seeds(rows, name, "none").values()))
     curves = [(name, "none", "NoPE (none)" if name == "none" else name) for name in order]
     return over_lengths(
@@ -124,7 +135,8 @@ def finetune(rows: Rows) -> Any:
     perplexity_axis(axes[0])  # shared: the limits are known once all are drawn
     for ax, ends in zip(axes, labels, strict=True):
         pictures.end_labels(ax, ends, space=6)
-    fig.suptitle(f"RoPE trained at {L}, fine-tuned at {4 * L}", fontsize=11, x=0.01, ha="left")
+    title = f"RoPE trained at {L}, fine-tuned at {4 * L} (0 %: the method alone); {bands(own)}"
+    fig.suptitle(title, fontsize=11, x=0.01, ha="left")
     fig.tight_layout(w_pad=4)
     return fig
 
@@ -133,24 +145,31 @@ def base(rows: Rows) -> Any:
     """Loss against RoPE's base, at several lengths."""
     L = rows[0]["train_ctx"]
     fig, ax = plt.subplots(figsize=(8, 4.8), dpi=150)
-    runs = {r["base"]: r["name"].rpartition("-s")[0] for r in rows if r["part"] == "base"}
+    runs = {float(r["base"]): run_of(r) for r in rows if r["part"] == "base"}
     runs |= {10000.0: "rope"}
     ends = []
     for n, color in zip((L, 2 * L, 4 * L, 8 * L), OKABE_ITO, strict=False):
         points = {b: seeds(rows, run, "none").get(n) for b, run in sorted(runs.items())}
         ends.append((line(ax, {b: v for b, v in points.items() if v is not None}, color), f"n = {n}", color))
     ax.set_xscale("log")
+    ax.set_xticks(sorted(runs), [f"{b:,.0f}" for b in sorted(runs)], fontsize=8)
+    ax.xaxis.set_minor_locator(NullLocator())
     bound, matched = base_bound(HEAD_DIM, L), scale_matched_base(HEAD_DIM, L)
-    pictures.mark(ax, bound, f"base bound, {bound:,.0f}")
-    ax.axvline(matched, color="#999999", linewidth=1, linestyle=(0, (2, 1.5)))
-    ax.annotate(f"matched to Llama 2, {matched:,.0f}", (matched, 1), xycoords=("data", "axes fraction"),
-                xytext=(-4, -12), textcoords="offset points", ha="right", color="#666666", fontsize=9)  # fmt: skip
+    said = (
+        f"{bound:,.0f}: the least that keeps far tokens apart (Men et al.)\n{matched:,.0f}: slowest pair as in Llama 2"
+    )
+    for x, style in ((bound, "-"), (matched, (0, (2, 1.5)))):
+        ax.axvline(x, color="#999999", linewidth=1, linestyle=style)
+    ax.annotate(said, (bound, 1), xycoords=("data", "axes fraction"), xytext=(4, -4), textcoords="offset points",
+                va="top", color="#666666", fontsize=8)  # fmt: skip
     perplexity_axis(ax)
+    ax.set_ylim(top=ax.get_ylim()[1] * 1.3)  # room for the words above
     ax.grid(axis="y", alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
     pictures.end_labels(ax, ends, space=8)
     ax.set_xlabel("RoPE's base")
-    ax.set_title(f"Base in pre-training, at L = {L}, no scaling", fontsize=10, loc="left")
+    own = [r for r in rows if run_of(r) in runs.values()]
+    ax.set_title(f"RoPE's base in pre-training at {L}, read at n\n{bands(own)}", fontsize=10, loc="left")
     return fig
 
 
