@@ -155,9 +155,7 @@ def base(rows: Rows) -> Any:
     ax.set_xticks(sorted(runs), [f"{b:,.0f}" for b in sorted(runs)], fontsize=8)
     ax.xaxis.set_minor_locator(NullLocator())
     bound, matched = base_bound(HEAD_DIM, L), scale_matched_base(HEAD_DIM, L)
-    said = (
-        f"{bound:,.0f}: the least that keeps far tokens apart (Men et al.)\n{matched:,.0f}: slowest pair as in Llama 2"
-    )
+    said = f"{bound:,.0f}: base bound for {L} (Men et al.)\n{matched:,.0f}: slowest pair turns as in Llama 2"
     for x, style in ((bound, "-"), (matched, (0, (2, 1.5)))):
         ax.axvline(x, color="#999999", linewidth=1, linestyle=style)
     ax.annotate(said, (bound, 1), xycoords=("data", "axes fraction"), xytext=(4, -4), textcoords="offset points",
