@@ -48,8 +48,8 @@ def interval(delta: np.ndarray, draws: int = 4000) -> tuple[float, float, float]
     """
     rng = np.random.default_rng(0)
     seeds, documents = delta.shape
-    means = np.array([delta[np.ix_(rng.integers(seeds, size=seeds), rng.integers(documents, size=documents))].mean()
-                      for _ in range(draws)])  # fmt: skip
+    times_seed, times_document = (rng.multinomial(k, np.full(k, 1 / k), size=draws) for k in (seeds, documents))
+    means = ((times_seed @ delta) * times_document).sum(axis=1) / delta.size
     low, high = np.percentile(means, [2.5, 97.5])
     return float(delta.mean()), float(low), float(high)
 
