@@ -106,12 +106,11 @@ def table(rows: Rows) -> str:
     text += [line([f"`{m}`", *(gain(rows, "rope", m, n) for n in beyond)]) for m in methods if "=" not in m]
 
     rotary = [run for run in part("encodings", "yarn") if run != "rope"]
-    if rotary:
-        far = 4 * L
-        text += [f"\n## Other rotary encodings by every method, gain over their own window control at {far}\n"]
+    for n in (4 * L, 16 * L) if rotary else ():
+        text += [f"\n## Other rotary encodings by every method, gain over their own window control at {n}\n"]
         text += header(["", *(f"`{run}`" for run in ["rope", *rotary])])
-        text += [line([f"`{m}`", *(gain(rows, run, m, far) for run in ["rope", *rotary])])
-                 for m in methods if "=" not in m and m != "window"]  # fmt: skip
+        text += [line([f"`{m}`", *(gain(rows, run, m, n) for run in ["rope", *rotary])])
+                 for m in methods if "=" not in m and "+" not in m and m != "window"]  # fmt: skip
 
     bases = {float(r["base"]): run_of(r) for r in rows if r["part"] == "base"}
     if bases:

@@ -159,6 +159,17 @@ def test_matrix_md_is_what_the_rows_give():
     assert (ROOT / "results/matrix.md").read_text() == tables.table(rows)
 
 
+def test_the_readme_quotes_what_the_rows_give():
+    readme = (ROOT / "README.md").read_text()
+    made = "".join((ROOT / "results" / name).read_text() for name in ("matrix.md", "claims.md"))
+    blocks = re.findall(r"<!-- (gains|encodings) -->\n(.*?)<!-- end -->", readme, re.DOTALL)
+    assert len(blocks) == 2
+    for line in (x for _, block in blocks for x in block.splitlines()):
+        assert line in made.splitlines(), line
+    intervals = re.findall(r"[+-]\d\.\d{3} \[[+-]\d\.\d{3}, [+-]\d\.\d{3}\]", readme)
+    assert intervals and [x for x in intervals if x not in made] == []
+
+
 def test_tables_show_means_ranges_and_gains():
     def row(seed: int, label: str, loss: float) -> dict:
         return {
