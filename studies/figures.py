@@ -122,7 +122,10 @@ def finetune(rows: Rows) -> Any:
             points = {x: v for x, v in points.items() if len(v)}
             if points:
                 ends.append((line(ax, points, color), "direct" if method == "none" else method, color))
-        for run, label, name in ((f"scratch-{4 * L}", "none", "from scratch"), ("rope", "window", "window control")):
+        for run, label, name in (
+            (f"scratch-{4 * L}", "none", f"from scratch at {4 * L}"),
+            ("rope", "window", "window control"),
+        ):
             found = seeds(rows, run, label).get(n)
             if found is not None:
                 ax.axhline(np.exp(found.mean()), color=CONTROL, linewidth=1, linestyle=(0, (2, 1.5)))
