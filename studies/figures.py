@@ -19,7 +19,7 @@ from studies import pictures
 from studies.matrix import EXTENSIONS, read
 from studies.pictures import CONTROL, OKABE_ITO
 from studies.spectrum import base_bound, scale_matched_base
-from studies.tables import run_of
+from studies.tables import run_of, seeds_of
 
 Rows = list[dict]
 HEAD_DIM = 64  # of every size of the study
@@ -106,6 +106,7 @@ def scaling(rows: Rows) -> Any:
 
 def finetune(rows: Rows) -> Any:
     """Three panels, inside, at and beyond the target; a line for each method, from no fine-tuning on."""
+    rows = seeds_of(rows, "finetune")
     L = rows[0]["train_ctx"]
     own = [r for r in rows if r["part"] == "finetune" and r["label"] == "none"]
     fig, axes = plt.subplots(1, 3, figsize=(13, 4.6), dpi=130, sharey=True)
@@ -146,6 +147,7 @@ def finetune(rows: Rows) -> Any:
 
 def base(rows: Rows) -> Any:
     """Loss against RoPE's base, at several lengths."""
+    rows = seeds_of(rows, "base")
     L = rows[0]["train_ctx"]
     fig, ax = plt.subplots(figsize=(8, 4.8), dpi=150)
     runs = {float(r["base"]): run_of(r) for r in rows if r["part"] == "base"}

@@ -29,6 +29,12 @@ def run_of(row: dict) -> str:
     return row["name"].rpartition("-s")[0]
 
 
+def seeds_of(rows: Rows, part: str) -> Rows:
+    """The rows of the seeds that this part of the study has, so that it is compared with rope of the same seeds."""
+    known = {r["seed"] for r in rows if r["part"] == part}
+    return [r for r in rows if r["seed"] in known]
+
+
 def header(cells: list[str]) -> list[str]:
     return ["| " + " | ".join(cells) + " |", "|---" * len(cells) + "|"]
 
@@ -114,12 +120,13 @@ def table(rows: Rows) -> str:
 
     bases = {float(r["base"]): run_of(r) for r in rows if r["part"] == "base"}
     if bases:
-        bases |= {10000.0: "rope"}
+        bases, same = bases | {10000.0: "rope"}, seeds_of(rows, "base")
         text += ["\n## RoPE's base in pre-training\n", "`python -m studies.matrix --only base`\n"]
-        text += by_length(rows, [(run, f"{b:,.0f}") for b, run in sorted(bases.items())], ns)
+        text += by_length(same, [(run, f"{b:,.0f}") for b, run in sorted(bases.items())], ns)
 
     tuned = [r for r in rows if r["part"] == "finetune"]
     if tuned:
+        rows = seeds_of(rows, "finetune")
         near = sorted({r["n"] for r in tuned})
         shares = sorted({(r["finetune_steps"], r["percent"]) for r in tuned if r["finetune_steps"]})
         text += [f"\n## Fine-tuned at {4 * L}, read without further scaling\n"]
