@@ -5,16 +5,13 @@ interval over seeds and documents. The verdict follows from the intervals by `ve
 results/claims.md.
 """
 
-import argparse
 import csv
-from pathlib import Path
 
 import numpy as np
 
 from conf.errors import one_line_errors
 from conf.registry import ROOT
-from model.checkpoint import write_atomically
-from studies.matrix import read
+from studies.matrix import run_of, write_table
 from studies.published import CLAIMS, SAME, At, Check
 
 HOLDS, FAILS, UNSEEN, MISSING = "holds", "does not hold here", "cannot be seen at this scale", "not run"
@@ -36,7 +33,7 @@ def nll(rows: list[dict], at: At) -> dict[int, np.ndarray]:
     if at.run.startswith("decay"):
         with (ROOT / "results/decay.csv").open() as f:
             return {0: np.array([float(x[f"{at.run[6:]} {at.label}"]) for x in csv.DictReader(f)])[at.n :]}
-    found = [r for r in rows if (r["name"].rpartition("-s")[0], r["label"], r["n"]) == (at.run, at.label, at.n)]
+    found = [r for r in rows if (run_of(r), r["label"], r["n"]) == (at.run, at.label, at.n)]
     return {r["seed"]: np.array(r["nll"]) * len(r["nll"]) / r["tokens"] for r in found}
 
 
@@ -92,13 +89,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", default=str(ROOT / "results/matrix.jsonl"), help="what studies.matrix wrote")
-    parser.add_argument("--out", default=str(ROOT / "results/claims.md"), help="the table")
-    args = parser.parse_args()
-    text = table(read(Path(args.rows)))
-    write_atomically(Path(args.out), lambda f: f.write(text.encode()))
-    print(text)
+    write_table(table, __doc__ or "", "claims.md")
 
 
 if __name__ == "__main__":

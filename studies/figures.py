@@ -16,10 +16,10 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from conf.errors import one_line_errors
 from conf.registry import ROOT
 from studies import pictures
-from studies.matrix import EXTENSIONS, read
+from studies.matrix import EXTENSIONS, read, run_of
 from studies.pictures import CONTROL, OKABE_ITO
 from studies.spectrum import base_bound, scale_matched_base
-from studies.tables import run_of, seeds_of
+from studies.tables import seeds_of
 
 Rows = list[dict]
 HEAD_DIM = 64  # of every size of the study

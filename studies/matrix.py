@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,6 +109,22 @@ def read(path: Path) -> list[dict]:
     if not path.exists():
         raise ValueError(f"--rows {path}: not found: first python -m studies.matrix")
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run_of(row: dict) -> str:
+    """The name of the run that a row is of, without the seed."""
+    return row["name"].rpartition("-s")[0]
+
+
+def write_table(table: Callable[[list[dict]], str], about: str, out: str) -> None:
+    """A command that prints table(rows of the matrix), and writes it to results/ under this name."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("--rows", default=str(ROOT / "results/matrix.jsonl"), help="what studies.matrix wrote")
+    parser.add_argument("--out", default=str(ROOT / "results" / out), help="the table")
+    args = parser.parse_args()
+    text = table(read(Path(args.rows)))
+    checkpoint.write_atomically(Path(args.out), lambda f: f.write(text.encode()))
+    print(text)
 
 
 def scalings(run: Path, longest: int) -> list[str]:

@@ -1,16 +1,12 @@
 """The rows of studies.matrix as tables: python -m studies.tables writes results/matrix.md"""
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
 from conf.errors import one_line_errors
-from conf.registry import ROOT
-from model.checkpoint import write_atomically
 from studies.claims import interval, nll
-from studies.matrix import EXTENSIONS, read
+from studies.matrix import EXTENSIONS, run_of, write_table
 from studies.published import At
 
 Rows = list[dict]
@@ -22,11 +18,6 @@ tokens of {documents} held-out documents, given n tokens (L = {L}): the mean ove
 the most of them. Each row of `matrix.jsonl` holds the command that trained its run, its commit and the loss of every
 document.
 """
-
-
-def run_of(row: dict) -> str:
-    """The name of its run, without the seed."""
-    return row["name"].rpartition("-s")[0]
 
 
 def seeds_of(rows: Rows, part: str) -> Rows:
@@ -149,13 +140,7 @@ def table(rows: Rows) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", default=str(ROOT / "results/matrix.jsonl"), help="what studies.matrix wrote")
-    parser.add_argument("--out", default=str(ROOT / "results/matrix.md"), help="the tables")
-    args = parser.parse_args()
-    text = table(read(Path(args.rows)))
-    write_atomically(Path(args.out), lambda f: f.write(text.encode()))
-    print(text)
+    write_table(table, __doc__ or "", "matrix.md")
 
 
 if __name__ == "__main__":

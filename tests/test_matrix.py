@@ -150,12 +150,12 @@ def test_every_claim_names_rows_that_the_plan_makes():
 
 
 def test_claims_md_is_what_the_rows_give():
-    rows = [json.loads(x) for x in (ROOT / "results/matrix.jsonl").read_text().splitlines()]
+    rows = matrix.read(ROOT / "results/matrix.jsonl")
     assert (ROOT / "results/claims.md").read_text() == claims.table(rows)
 
 
 def test_matrix_md_is_what_the_rows_give():
-    rows = [json.loads(x) for x in (ROOT / "results/matrix.jsonl").read_text().splitlines()]
+    rows = matrix.read(ROOT / "results/matrix.jsonl")
     assert (ROOT / "results/matrix.md").read_text() == tables.table(rows)
 
 
@@ -172,14 +172,8 @@ def test_the_readme_quotes_what_the_rows_give():
 
 def test_tables_show_means_ranges_and_gains():
     def row(seed: int, label: str, loss: float) -> dict:
-        return {
-            "name": f"rope-s{seed}",
-            "seed": seed,
-            "label": label,
-            "n": 512,
-            "nll": [2 * loss, 2 * loss],
-            "tokens": 4,
-        }
+        nll = [2 * loss, 2 * loss]  # of two tokens each
+        return {"name": f"rope-s{seed}", "seed": seed, "label": label, "n": 512, "nll": nll, "tokens": 4}
 
     rows = [row(s, label, np.log(p)) for s, label, p in
             ((0, "none", 10), (0, "window", 10), (1, "none", 40), (1, "window", 10), (0, "pi", 30))]  # fmt: skip
@@ -191,7 +185,7 @@ def test_tables_show_means_ranges_and_gains():
 
 
 def test_the_committed_rows_say_where_they_come_from():
-    rows = [json.loads(x) for x in (ROOT / "results/matrix.jsonl").read_text().splitlines()]
+    rows = matrix.read(ROOT / "results/matrix.jsonl")
     names = {job.name for job in matrix.plan(matrix.SIZES["default"], (0, 1, 2))}
     for row in rows:
         assert row["name"] in names and re.fullmatch(r"[0-9a-f]{7,}", row["commit"]), row["name"]
