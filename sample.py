@@ -23,6 +23,7 @@ from conf.registry import ROOT, usual
 from conf.schema import SampleConfig, sample_config
 from data import tokens
 from model import checkpoint, gpt, runtime, scaling
+from model.attention import Cache
 
 
 class Decoder:
@@ -37,7 +38,7 @@ class Decoder:
     def __init__(self, model: gpt.GPT, resolve, decode: str = "exact"):
         """resolve: a length -> Scaled."""
         self.model, self.resolve, self.decode = model, resolve, decode
-        self.cache, self.scaled = gpt.Cache(), None
+        self.cache, self.scaled = Cache(), None
 
     @torch.inference_mode()
     def logits(self, text: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ class Decoder:
         scaled = self.resolve(text.shape[1])
         stale = self.scaled is not None and not scaling.same(scaled, self.scaled)
         if stale and self.decode == "exact":
-            self.cache = gpt.Cache()
+            self.cache = Cache()
         self.scaled = scaled
         return self.model.scores(text[:, self.cache.tokens :], 1, scaled, self.cache)[:, 0]
 

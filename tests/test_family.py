@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import gpt, linear_attention, positions
+from model import attention, gpt, linear_attention, positions
 from model.pos import Shape
 from model.pos.t5_bias import T5Bias
 from model.pos.xpos import XPos
@@ -128,7 +128,7 @@ def test_alibi_without_a_mask_equals_alibi_with_one(dtype, tolerance):
     q, k, v = torch.randn(3, 1, 4, T, 16, generator=torch.Generator().manual_seed(0)).to(dtype).unbind()
     p = torch.arange(T) + 10**6
     with torch.no_grad():
-        got = gpt.attend(q, k, v, encoding, p, Scaled())
+        got = attention.attend(q, k, v, encoding, p, Scaled())
         mask = encoding.bias(p, p).double().masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
         want = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=mask[None])
     assert (got.double() - want).abs().max() < tolerance
@@ -171,7 +171,7 @@ def turned_scores(inv_freq: torch.Tensor, relative: torch.Tensor):
 @pytest.mark.parametrize("block", [7, 512])
 @pytest.mark.parametrize("leak", [None, 4.0, "auto"])
 def test_rerope_clips_relative_positions(leak, block, monkeypatch):
-    monkeypatch.setattr(gpt, "QUERY_BLOCK", block)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
     model, x = model_of("rope"), tokens(1, 24)
     trained = Trained("rope", 12, model.pos.inv_freq)
     scaled = resolve({"kind": "rerope", "size": 6, "leak": leak}, trained, 24, 24)
@@ -188,7 +188,7 @@ def test_rerope_clips_relative_positions(leak, block, monkeypatch):
 
 @pytest.mark.parametrize("block", [7, 512])
 def test_window_with_sinks_keeps_the_first_keys_at_distance_L(block, monkeypatch):
-    monkeypatch.setattr(gpt, "QUERY_BLOCK", block)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
     model, x = model_of("rope"), tokens(1, 24)
     scaled = resolve({"kind": "window_sink", "sinks": 2}, Trained("rope", 8, model.pos.inv_freq), 24, 24)
     i, j = torch.arange(24)[:, None], torch.arange(24)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import cos_sin, phase, rotate
-from model import gpt
+from model import attention, gpt
 from model.pos.alibi import slopes
 from model.scaling import Scaled
 from tests.conftest import choices, train_settings
@@ -239,7 +239,7 @@ def test_blocked_and_written_out_attention_equal_the_plain_formula(pos, window, 
     written_out = model(x, scaled=scaled)
     with torch.no_grad():
         whole = model(x, scaled=scaled)
-        monkeypatch.setattr(gpt, "QUERY_BLOCK", 7)
+        monkeypatch.setattr(attention, "QUERY_BLOCK", 7)
         blocked = model(x, scaled=scaled)
 
     def plain(q, k, v, pos, positions, scaled, far):
@@ -250,7 +250,7 @@ def test_blocked_and_written_out_attention_equal_the_plain_formula(pos, window, 
         scores = scores if bias is None else scores + bias
         return scores.masked_fill((distance < 0) | (distance >= (window or T)), -math.inf).softmax(-1) @ v
 
-    monkeypatch.setattr(gpt, "attend", plain)
+    monkeypatch.setattr(attention, "attend", plain)
     want = model(x, scaled=scaled)
     for got in (written_out, whole, blocked):
         assert (got - want).abs().max() < 1e-9

@@ -5,6 +5,7 @@ import torch
 
 from conf.registry import usual
 from model import gpt, scaling
+from model.attention import Cache
 from model.scaling import Unfit
 from sample import Decoder, draw, verbatim
 from tests.conftest import ROOT, choices, command, composed, run_train, train_settings
@@ -70,7 +71,7 @@ def test_several_new_tokens_at_once():
     for name in ("none", "window", "rerope"):
         model, trained = build("rope")
         scaled = resolver(name, trained)(40)
-        x, cache = text(40), gpt.Cache()
+        x, cache = text(40), Cache()
         with torch.inference_mode():
             parts = [model.scores(part, part.shape[1], scaled, cache) for part in x.split([7, 20, 13], dim=1)]
             assert torch.allclose(torch.cat(parts, 1), model(x, scaled=scaled), atol=1e-3)
