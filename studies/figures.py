@@ -6,6 +6,7 @@ against fine-tuning tokens. base: loss against RoPE's base. Each as PNG and SVG 
 
 import argparse
 from collections import defaultdict
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ from studies.tables import seeds_of
 Rows = list[dict]
 HEAD_DIM = 64  # of every size of the study
 SHOWN = ("none", "pi", "ntk", "ntk_by_parts", "yarn", "rerope", "window")
+DASHED, DOTTED, MIXED = (0, (5, 1.5)), (0, (2, 1.5)), (0, (5, 1.5, 1.5, 1.5))
+STYLES = {  # of the encodings: the same in every picture, one blue for all that only rotate; others take what is left
+    "rope": ("#0072B2", "-"), "rope_interleaved": ("#0072B2", DASHED), "rope_partial": ("#0072B2", MIXED),
+    "rope_proportional": ("#0072B2", DOTTED), "xpos": ("#56B4E9", "-"), "alibi": ("#D55E00", "-"),
+    "t5_bias": ("#E69F00", "-"), "learned": ("#009E73", "-"), "sinusoidal": ("#CC79A7", "-"), "none": ("#7F7F7F", "-"),
+}  # fmt: skip
 
 
 def seeds(rows: Rows, run: str, label: str) -> dict[int, np.ndarray]:
@@ -66,42 +73,38 @@ def perplexity_axis(ax: Any) -> None:
     ax.set_ylabel("perplexity of the same targets")
 
 
-def over_lengths(rows: Rows, curves: list[tuple[str, str, str]], title: str) -> Any:
-    """curves: (run, label, name)."""
+def over_lengths(rows: Rows, curves: list[tuple[str, str, str, str, Any]], title: str) -> Any:
+    """curves: (run, label, name, colour, style of the line)."""
     fig, ax = plt.subplots(figsize=(9, 5.2), dpi=150)
     L = rows[0]["train_ctx"]
-    ends, colors = [], iter([*OKABE_ITO, *OKABE_ITO])
-    for i, (run, label, name) in enumerate(curves):
-        points = seeds(rows, run, label)
-        if not points:
-            continue
-        color = CONTROL if label == "window" else next(colors)
-        style = (0, (2, 1.5)) if label == "window" else "-" if i < 8 else (0, (5, 1))
-        ends.append((line(ax, points, color, style), name, color))
+    ends = []
+    for run, label, name, color, style in curves:
+        if points := seeds(rows, run, label):
+            ends.append((line(ax, points, color, style), name, color))
     pictures.mark(ax, L, f"trained at {L}")
     pictures.lengths_axis(ax, sorted({r["n"] for r in rows if r["label"] == "window" and r["part"] == "encodings"}))
     perplexity_axis(ax)
-    pictures.end_labels(ax, ends, space=8)
+    pictures.end_labels(ax, ends, space=6, styles={name: style for _, _, name, _, style in curves})
     ax.set_xlabel("context: tokens given, n")
-    shown = {run for run, _, _ in curves}
+    shown = {run for run, *_ in curves}
     ax.set_title(f"{title}\n{bands([r for r in rows if run_of(r) in shown])}", fontsize=10, loc="left")
     return fig
 
 
 def encodings(rows: Rows) -> Any:
-    names = {run_of(r) for r in rows if r["part"] == "encodings"}
-    order = sorted(names, key=lambda name: -max(v.mean() for v in seeds(rows, name, "none").values()))
-    curves = [(name, "none", "NoPE (none)" if name == "none" else name) for name in order]
-    return over_lengths(
-        rows, [*curves, ("rope", "window", "rope, window control")], "Encodings read past the context trained at"
-    )
+    names = sorted({run_of(r) for r in rows if r["part"] == "encodings"})
+    styles = STYLES | dict(zip(sorted({*names} - {*STYLES}), cycle([(c, MIXED) for c in OKABE_ITO[::-1]])))
+    curves = [(name, "none", "NoPE (none)" if name == "none" else name, *styles[name]) for name in names]
+    window = ("rope", "window", "rope, window control", CONTROL, DOTTED)
+    return over_lengths(rows, [*curves, window], "Encodings read past the context trained at")
 
 
 def scaling(rows: Rows) -> Any:
-    names = {"none": "no scaling", "window": "window control"}
-    return over_lengths(
-        rows, [("rope", x, names.get(x, x)) for x in SHOWN], "RoPE read past its context by each method"
-    )
+    called = {"none": "no scaling", "window": "window control"}
+    colors = [*OKABE_ITO[: len(SHOWN) - 1], CONTROL]
+    curves = [("rope", x, called.get(x, x), color, DOTTED if x == "window" else "-")
+              for x, color in zip(SHOWN, colors, strict=True)]  # fmt: skip
+    return over_lengths(rows, curves, "RoPE read past its context by each method")
 
 
 def finetune(rows: Rows) -> Any:
@@ -129,7 +132,7 @@ def finetune(rows: Rows) -> Any:
         ):
             found = seeds(rows, run, label).get(n)
             if found is not None:
-                ax.axhline(np.exp(found.mean()), color=CONTROL, linewidth=1, linestyle=(0, (2, 1.5)))
+                ax.axhline(np.exp(found.mean()), color=CONTROL, linewidth=1, linestyle=DOTTED)
                 ends.append((float(np.exp(found.mean())), name, CONTROL))
         ax.grid(axis="y", alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
@@ -161,7 +164,7 @@ def base(rows: Rows) -> Any:
     ax.xaxis.set_minor_locator(NullLocator())
     bound, matched = base_bound(HEAD_DIM, L), scale_matched_base(HEAD_DIM, L)
     said = f"{bound:,.0f}: base bound for {L} (Men et al.)\n{matched:,.0f}: slowest pair turns as in Llama 2"
-    for x, style in ((bound, "-"), (matched, (0, (2, 1.5)))):
+    for x, style in ((bound, "-"), (matched, DOTTED)):
         ax.axvline(x, color="#999999", linewidth=1, linestyle=style)
     ax.annotate(said, (bound, 1), xycoords=("data", "axes fraction"), xytext=(4, -4), textcoords="offset points",
                 va="top", color="#666666", fontsize=8)  # fmt: skip

@@ -33,14 +33,23 @@ def mark(ax: Any, n: float, text: str) -> None:
                 color="#666666", fontsize=9)  # fmt: skip
 
 
-def end_labels(ax: Any, ends: list[tuple[float, str, str]], space: int = 28) -> None:
-    """(y, text, colour) of each line at its right end, moved apart where they would overlap."""
+def end_labels(
+    ax: Any, ends: list[tuple[float, str, str]], space: int = 28, styles: dict[str, Any] | None = None
+) -> None:
+    """(y, text, colour) of each line at its right end, moved apart where they would overlap.
+
+    styles: text -> style of its line; a piece of it is drawn before the text, for lines of one colour.
+    """
     to_axes = ax.transScale + ax.transLimits
     gap, low = 0.042, -np.inf
     for y, text, color in sorted(ends):
         at = to_axes.transform((1, y))[1]
         low = max(at, low + gap)
-        ax.annotate(text, (1, low), xycoords="axes fraction", xytext=(space, 0), textcoords="offset points",
+        if styles:
+            ax.plot([1.015, 1.06], [low, low], color=color, linestyle=styles[text], linewidth=1.6,
+                    transform=ax.transAxes, clip_on=False)  # fmt: skip
+        start = 1.06 if styles else 1
+        ax.annotate(text, (start, low), xycoords="axes fraction", xytext=(space, 0), textcoords="offset points",
                     color=color, fontsize=9, va="center", annotation_clip=False)  # fmt: skip
 
 
