@@ -105,7 +105,8 @@ def table(rows: Rows) -> str:
     rotary = [run for run in part("encodings", "yarn") if run != "rope"]
     for n in (4 * L, 16 * L) if rotary else ():
         text += [f"\n## Other rotary encodings by every method, gain over their own window control at {n}\n"]
-        text += header(["", *(f"`{run}`" for run in ["rope", *rotary])])
+        counts = {run: len(losses(rows, run, "yarn", n)) for run in ["rope", *rotary]}
+        text += header(["", *(f"`{run}`, {k} seed{'s' if k > 1 else ''}" for run, k in counts.items())])
         text += [line([f"`{m}`", *(gain(rows, run, m, n) for run in ["rope", *rotary])])
                  for m in methods if "=" not in m and "+" not in m and m != "window"]  # fmt: skip
 
