@@ -6,6 +6,7 @@ results/claims.md.
 """
 
 import csv
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,12 +18,12 @@ from studies.published import CLAIMS, SAME, At, Check
 HOLDS, FAILS, UNSEEN, MISSING = "holds", "does not hold here", "cannot be seen at this scale", "not run"
 
 
-HEAD = f"""# Published claims against our rows
+HEAD = """# Published claims against our rows
 
 Made by `python -m studies.claims` from `matrix.jsonl`; do not edit. Differences of loss in nats per token of the same
-targets, with 95 % intervals over seeds and documents; @n is the context given, L = 256, 3.7M parameters, 5.3M tokens.
+targets, with 95 % intervals over seeds and documents; @n is the context given, L = {L} the one trained at.
 The verdict follows from the intervals: all on the claim's side of its margin, one wholly on the other side, or neither
-({UNSEEN}). "No worse" means by less than {SAME}.
+({unseen}). "No worse" means by less than {same}.
 
 | | claim | source, and what it says there | our rows | seeds | verdict |
 |---|---|---|---|---|---|"""
@@ -60,6 +61,12 @@ def verdict(checks: list[tuple[Check, tuple[float, float, float] | None]]) -> st
     return HOLDS if all(right) else FAILS if any(wrong) else UNSEEN
 
 
+def in_tokens(check: Check, L: int) -> Check:
+    """The check with its lengths, given in trained contexts, in tokens."""
+    a, b = (replace(at, n=round(at.n * L)) for at in (check.a, check.b))
+    return replace(check, a=a, b=b)
+
+
 def measure(rows: list[dict], check: Check) -> tuple[tuple[float, float, float] | None, int]:
     """(interval of loss(a) - loss(b) over the seeds that both have, how many these are)."""
     a, b = nll(rows, check.a), nll(rows, check.b)
@@ -71,9 +78,10 @@ def measure(rows: list[dict], check: Check) -> tuple[tuple[float, float, float] 
 
 
 def table(rows: list[dict]) -> str:
-    lines = [HEAD]
+    L = rows[0]["train_ctx"]
+    lines = [HEAD.format(L=L, unseen=UNSEEN, same=SAME)]
     for number, claim in enumerate(CLAIMS, 1):
-        measured = [(c, *measure(rows, c)) for c in claim.checks]
+        measured = [(c, *measure(rows, c)) for c in (in_tokens(c, L) for c in claim.checks)]
         cells = []
         for c, found, _ in measured:
             sign = "<" if c.less else ">"

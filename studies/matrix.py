@@ -40,14 +40,15 @@ class Size:
     seeds: tuple[int, ...] = (0,)
     finetune: tuple[int, ...] = STEPS
     rates: tuple[float, float] = (20_000, 30_000)  # tokens/s of training and of evaluation, for the forecast
+    start: float = 30  # seconds of starting and compiling, for the same
 
 
 SIZES = {
     "default": Size(256, 2600, 2048, (128, 256, 512, 1024, 2048, 4096, 8192), seeds=(0, 1, 2)),
-    "quick": Size(64, 100, 2048, (32, 64, 128, 256, 512),
-                  ("ctx=64", "steps=100", "optim.warmup=20", "val_every=100", "val_windows=32",
+    "quick": Size(64, 500, 2048, (32, 64, 128, 256, 512),
+                  ("ctx=64", "steps=500", "optim.warmup=20", "val_every=500", "val_windows=32",
                    "model.n_layers=2", "model.n_heads=2", "model.width=128", "data.vocab_size=512"),
-                  documents=8, score=32, finetune=(5, 10), rates=(20_000, 60_000)),
+                  documents=8, score=32, finetune=(10, 40), rates=(70_000, 60_000), start=10),
     "h200": Size(512, 200, 65_536, (256, 512, 1024, 2048, 4096, 8192, 16384),
                  ("exp=h200",), finetune=(10, 20), rates=(1_000_000, 1_000_000)),
 }  # fmt: skip
@@ -98,10 +99,10 @@ def plan(size: Size, seeds: tuple[int, ...]) -> list[Job]:
 
 
 def minutes(job: Job, size: Size) -> float:
-    """About how long it takes: its tokens over the rates, and half a minute of starting and compiling."""
+    """About how long it takes: its tokens over the rates, and its start."""
     curves = 20 if job.every_scaling and job.about.get("base") is None and "rope" in job.name else 2
     read = curves * 32 * sum(job.lengths)
-    return (job.steps * size.batch_tokens / size.rates[0] + read / size.rates[1] + 30) / 60
+    return (job.steps * size.batch_tokens / size.rates[0] + read / size.rates[1] + size.start) / 60
 
 
 def read(path: Path) -> list[dict]:

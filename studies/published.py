@@ -1,9 +1,12 @@
-"""What is published on extrapolation, as differences between rows of the matrix: the data of claims.py."""
+"""What is published on extrapolation, as differences between rows of the matrix: the data of claims.py.
+
+Lengths of CLAIMS are in trained contexts: 2 * L is twice the context that the rows' models were trained at.
+"""
 
 import math
 from dataclasses import dataclass, field
 
-L = 256  # the default size's trained context
+L = 1.0
 SAME = 0.02  # nats per token: what counts as no worse (twice the noise of a rerun on other hardware)
 
 
@@ -13,11 +16,11 @@ class At:
 
     run: str
     label: str
-    n: int
+    n: float
 
     def __str__(self) -> str:
         how = "" if self.label == "none" else f" {self.label}"
-        return f"{self.run}{how} @{self.n}"
+        return f"{self.run}{how} @{self.n:g}"
 
 
 @dataclass(frozen=True)
@@ -40,17 +43,17 @@ class Claim:
     checks: list[Check] = field(default_factory=list)
 
 
-def worse(run: str, label: str, n: int, run_b: str, label_b: str, n_b: int, by: float = 0.0) -> Check:
+def worse(run: str, label: str, n: float, run_b: str, label_b: str, n_b: float, by: float = 0.0) -> Check:
     return Check(At(run, label, n), At(run_b, label_b, n_b), by)
 
 
-def no_worse(run: str, label: str, n: int, run_b: str, label_b: str, n_b: int) -> Check:
+def no_worse(run: str, label: str, n: float, run_b: str, label_b: str, n_b: float) -> Check:
     return Check(At(run, label, n), At(run_b, label_b, n_b), SAME, less=True)
 
 
 def shifts(run: str, less: bool) -> Check:
     """The same text at positions 0 .. L/2 - 1 and L/2 .. L - 1."""
-    return Check(At(run, "shifted", L // 2), At(run, "unshifted", L // 2), SAME, less, absolute=True)
+    return Check(At(run, "shifted", L / 2), At(run, "unshifted", L / 2), SAME, less, absolute=True)
 
 
 DECAY = [(500, 5000), (5000, 50000)]
