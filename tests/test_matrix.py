@@ -134,6 +134,12 @@ def test_a_claim_is_measured_on_the_right_rows():
     assert claims.measure(rows, worse("rope", "none", 512, "xpos", "yarn", 512)) == (None, 0)
 
 
+def test_claims_go_by_the_context_trained_at():
+    about = {"name": "learned-s0", "label": "none", "seed": 0, "train_ctx": 64, "tokens": 2}
+    rows = [{**about, "n": n, "nll": [x, x]} for n, x in ((64, 1.0), (128, 3.0))]
+    assert "learned @128 - learned @64 > 0: +2.000 [+2.000, +2.000] | 1 | **holds**" in claims.table(rows)
+
+
 def test_every_claim_names_rows_that_the_plan_makes():
     size = matrix.SIZES["default"]
     jobs = {job.name.rpartition("-s")[0]: job for job in matrix.plan(size, size.seeds)}
