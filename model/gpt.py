@@ -53,17 +53,10 @@ class Block(nn.Module):
             self.norm2 = make_norm(cfg)
         self.attention, self.mlp = Attention(cfg, linear), MLP(cfg)
 
-    def forward(
-        self,
-        x: Tensor,
-        pos: Encoding,
-        positions: Tensor,
-        prepared: Any,
-        scaled: Scaled,
-        cache: Cache | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, *where: Any) -> Tensor:
+        """where: what Attention.forward takes after x."""
         normed1 = self.norm1(x)
-        attended = self.attention(normed1, pos, positions, prepared, scaled, cache)
+        attended = self.attention(normed1, *where)
         if self.residual != "serial":
             return x + attended + self.mlp(normed1 if self.residual == "parallel_shared" else self.norm2(x))
         x = x + attended

@@ -24,7 +24,7 @@ from studies.tables import seeds_of
 
 Rows = list[dict]
 HEAD_DIM = 64  # of every size of the study
-SHOWN = ("none", "pi", "ntk", "ntk_by_parts", "yarn", "rerope", "window")
+SHOWN = dict(zip(("none", "pi", "ntk", "ntk_by_parts", "yarn", "rerope"), OKABE_ITO, strict=False))  # and their colours
 DASHED, DOTTED, MIXED = (0, (5, 1.5)), (0, (2, 1.5)), (0, (5, 1.5, 1.5, 1.5))
 STYLES = {  # of the encodings: the same in every picture, one blue for all that only rotate; others take what is left
     "rope": ("#0072B2", "-"), "rope_interleaved": ("#0072B2", DASHED), "rope_partial": ("#0072B2", MIXED),
@@ -101,9 +101,8 @@ def encodings(rows: Rows) -> Any:
 
 def scaling(rows: Rows) -> Any:
     called = {"none": "no scaling", "window": "window control"}
-    colors = [*OKABE_ITO[: len(SHOWN) - 1], CONTROL]
-    curves = [("rope", x, called.get(x, x), color, DOTTED if x == "window" else "-")
-              for x, color in zip(SHOWN, colors, strict=True)]  # fmt: skip
+    methods = {x: (color, "-") for x, color in SHOWN.items()} | {"window": (CONTROL, DOTTED)}
+    curves = [("rope", x, called.get(x, x), *style) for x, style in methods.items()]
     return over_lengths(rows, curves, "RoPE read past its context by each method")
 
 
@@ -118,14 +117,14 @@ def finetune(rows: Rows) -> Any:
     for ax, n, where in zip(axes, (L, 4 * L, 8 * L), ("inside", "at the target", "beyond it"), strict=True):
         ends: list[tuple[float, str, str]] = []
         labels.append(ends)
-        for method, color in zip(EXTENSIONS, OKABE_ITO, strict=False):
+        for method in EXTENSIONS:
             points = {0.0: seeds(rows, "rope", method).get(n, np.array([]))}
             for share in shares:
                 found = [r["loss"] for r in own if (r["method"], r["percent"], r["n"]) == (method, share, n)]
                 points[share] = np.array(found)
             points = {x: v for x, v in points.items() if len(v)}
             if points:
-                ends.append((line(ax, points, color), "direct" if method == "none" else method, color))
+                ends.append((line(ax, points, SHOWN[method]), "direct" if method == "none" else method, SHOWN[method]))
         for run, label, name in (
             (f"scratch-{4 * L}", "none", f"from scratch at {4 * L}"),
             ("rope", "window", "window control"),

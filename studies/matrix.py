@@ -101,7 +101,7 @@ def plan(size: Size, seeds: tuple[int, ...]) -> list[Job]:
 def minutes(job: Job, size: Size) -> float:
     """About how long it takes: its tokens over the rates, and its start."""
     curves = 20 if job.every_scaling and job.about.get("base") is None and "rope" in job.name else 2
-    read = curves * 32 * sum(job.lengths)
+    read = curves * size.documents * sum(job.lengths)
     return (job.steps * size.batch_tokens / size.rates[0] + read / size.rates[1] + size.start) / 60
 
 
