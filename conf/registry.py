@@ -1,6 +1,7 @@
-"""Encodings, scaling methods and corpora by name: conf/GROUP/NAME.yaml says `kind: FILE`, and FILE.py is the code.
+"""Encodings, scaling methods, corpora and tasks by name: conf/GROUP/NAME.yaml says `kind: FILE`; FILE.py is the code.
 
-The knobs of each are typed by its own function's signature: see `call`.
+The other keys of the yaml are knobs: the parameters of the function or class that FILE.py defines, checked against its
+type hints (`build_from_knobs`). So a new entry is one .py and one .yaml, and no list of names has to be edited.
 """
 
 import importlib
@@ -13,22 +14,55 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from conf.errors import UserError
+
 ROOT = Path(__file__).parent.parent
 
 
+# ---- names: the yaml files of a group ----
+
+
 def choices(group: str) -> list[str]:
-    """The names that GROUP=... takes: the files of conf/GROUP."""
+    """The names that GROUP=... accepts: the files of conf/GROUP."""
     return sorted(p.stem for p in (ROOT / "conf" / group).glob("*.yaml"))
 
 
-def usual(group: str, name: str) -> dict:
-    """The settings that conf/GROUP/NAME.yaml gives."""
-    return typing.cast(dict, OmegaConf.to_object(OmegaConf.load(ROOT / "conf" / group / f"{name}.yaml")))
+def yaml_values(group: str, name: str) -> dict:
+    """The settings in conf/GROUP/NAME.yaml, with interpolations such as ${ctx} left as they are."""
+    return typing.cast(dict, OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / group / f"{name}.yaml")))
 
 
-def load(package: str, kind: Any, attribute: str) -> Any:
-    """The attribute that PACKAGE/KIND.py must define: a file name is the whole registry."""
-    group = package.rpartition(".")[2]
+def yaml_name(group: str, knobs: dict[str, Any]) -> str:
+    """The name of the yaml that knobs come from: what the user typed, also where several yamls share one kind.
+
+    Several yamls can share a kind (rope, rope_partial). Of those, the one with the fewest different values.
+    """
+    different = {name: len(_differences(knobs, yaml_values(group, name))) for name in choices(group)}
+    same_kind = [name for name in different if yaml_values(group, name)["kind"] == knobs["kind"]]
+    return min(same_kind, key=lambda name: (different[name], name != knobs["kind"]), default=knobs["kind"])
+
+
+def describe(group: str, knobs: dict[str, Any]) -> str:
+    """The yaml's name and every knob that differs from it: `yarn beta_fast=4.0`."""
+    name = yaml_name(group, knobs)
+    differences = _differences(knobs, yaml_values(group, name)) if name in choices(group) else {}
+    return " ".join([name, *(f"{key}={value}" for key, value in differences.items())])
+
+
+def _differences(knobs: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The knobs that differ from a yaml's values; interpolated values fit any knob."""
+    return {k: v for k, v in knobs.items() if values.get(k) != v and not str(values.get(k)).startswith("${")}
+
+
+# ---- code: the file that `kind` names ----
+
+
+def load_kind(package: str, kind: Any, attribute: str, group: str | None = None) -> Any:
+    """The attribute that PACKAGE/KIND.py defines. UserError if there is no such file or attribute.
+
+    group: the config group in messages, if it is not the package's last name.
+    """
+    group = group or package.rpartition(".")[2]
     if isinstance(kind, str) and kind.isidentifier():
         name = f"{package}.{kind}"
         try:
@@ -38,35 +72,39 @@ def load(package: str, kind: Any, attribute: str) -> Any:
                 raise
         except AttributeError:
             pass
-    raise ValueError(f"{group}.kind={kind}: no {package.replace('.', '/')}/{kind}.py that defines `{attribute}`")
+    raise UserError(f"{group}.kind={kind}: no {package.replace('.', '/')}/{kind}.py that defines `{attribute}`")
 
 
-def call(function: Callable, knobs: dict[str, Any], group: str, *args: Any) -> Any:
-    """function(*args, **knobs without `kind`), each knob checked against the parameter's type."""
-    signature = inspect.signature(function)
+def build_from_knobs(function: Callable, knobs: dict[str, Any], group: str, *args: Any) -> Any:
+    """function(*args, **knobs) without the key `kind`. UserError if a knob is unknown, missing or of a wrong type.
+
+    build_from_knobs(scale, {"kind": "pi", "factor": 2.0}, "scaling", trained, n) is scale(trained, n, factor=2.0).
+    """
+    parameters = inspect.signature(function).parameters
     hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
-    own = list(signature.parameters)[len(args) :]
-    given = {k: v for k, v in knobs.items() if k != "kind"}
-    for key, value in given.items():
-        if key not in own:
-            raise ValueError(
+    accepted = list(parameters)[len(args) :]
+    values = {k: v for k, v in knobs.items() if k != "kind"}
+    for key, value in values.items():
+        if key not in accepted:
+            raise UserError(
                 f"{group}.{key}={value}: no such setting of {group}={knobs.get('kind')}, "
-                f"which has {', '.join(own) or 'none'}"
+                f"which has {', '.join(accepted) or 'none'}"
             )
-        if not _is(value, hints.get(key, Any)):
+        if not has_type(value, hints.get(key, Any)):
             expected = str(getattr(hints[key], "__name__", hints[key]))
-            raise ValueError(f"{group}.{key}={value}: must be of type {expected}")
-    for key in own:
-        if key not in given and signature.parameters[key].default is inspect.Parameter.empty:
-            raise ValueError(f"{group}.{key}: must be given a value")
-    return function(*args, **given)
+            raise UserError(f"{group}.{key}={value}: must be of type {expected}")
+    for key in accepted:
+        if key not in values and parameters[key].default is inspect.Parameter.empty:
+            raise UserError(f"{group}.{key}: must be given a value")
+    return function(*args, **values)
 
 
-def _is(value: Any, hint: Any) -> bool:
+def has_type(value: Any, hint: Any) -> bool:
+    """Whether a value from YAML or JSON fits a type hint; elements of lists are not checked."""
     if hint is Any:
         return True
     if isinstance(hint, types.UnionType):
-        return any(_is(value, h) for h in hint.__args__)
+        return any(has_type(value, h) for h in hint.__args__)
     if hint is float:  # 10000 is a fine float, True is not
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:

@@ -1,1 +1,0 @@
-"""Corpora: one file each, with `fingerprint` and `documents`. conf/data/NAME.yaml says `kind: FILE`."""

@@ -7,6 +7,8 @@ from pathlib import Path
 import rustbpe
 import tiktoken
 
+from conf.errors import UserError
+
 END = "<|endoftext|>"
 
 
@@ -22,7 +24,7 @@ def build(kind: str, vocab_size: int, texts: Iterable[str]) -> tiktoken.Encoding
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception as e:  # requests' errors, of many classes
-        raise ValueError(
+        raise UserError(
             f"data.tokenizer=gpt2: its ranks could not be downloaded ({type(e).__name__}): "
             "go online once (tiktoken caches them), or use data.tokenizer=bpe"
         ) from None

@@ -1,6 +1,6 @@
-"""The rotary op: rope and rope_packed, by a Triton kernel or in plain torch, and its parts."""
+"""The rotary op: kernels.rope by a Triton kernel or in plain torch, and the parts that it is made of."""
 
-from kernels.rope import by_triton, choose, rope, rope_packed
-from kernels.rope_torch import cos_sin, normed, phase, rotate
+from kernels.choice import choose, uses_triton
+from kernels.rope_torch import cos_sin, phase, rotate
 
-__all__ = ["by_triton", "choose", "cos_sin", "normed", "phase", "rope", "rope_packed", "rotate"]
+__all__ = ["choose", "cos_sin", "phase", "rotate", "uses_triton"]

@@ -1,23 +1,27 @@
-"""A small GPT that knows a positional encoding by its hooks only (model/pos/__init__.py).
+"""A small GPT. It knows a positional encoding by its hooks only (model/pos/__init__.py).
 
 Letters: B batch, T time, S scored positions, H query heads, G key-value heads, D head width, C width, V vocabulary.
 """
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from conf.registry import usual
+from conf.errors import UserError
+from conf.registry import yaml_name, yaml_values
 from conf.schema import ModelConfig, TrainConfig
 from model import pos as encodings
-from model.attention import Attention, Cache
+from model.attention import Attention
 from model.pos import Encoding, Shape
-from model.scaling import UNSCALED, Scaled, Trained, resolve
+from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
+
+if TYPE_CHECKING:
+    from model.decode import Cache
 
 LOSS_BLOCK = 2**25  # logits at a time: 128 MB in float32
 
@@ -54,7 +58,7 @@ class Block(nn.Module):
         self.attention, self.mlp = Attention(cfg, linear), MLP(cfg)
 
     def forward(self, x: Tensor, *where: Any) -> Tensor:
-        """where: what Attention.forward takes after x."""
+        """x [B, T, C] -> [B, T, C]. *where: (pos, positions, prepared, change, cache), passed to Attention.forward."""
         normed1 = self.norm1(x)
         attended = self.attention(normed1, *where)
         if self.residual != "serial":
@@ -75,7 +79,9 @@ class GPT(nn.Module):
         if cfg.tied_head:
             self.head.weight = self.tokens.weight
         for name, p in self.named_parameters():
-            if p.dim() == 2 and not name.startswith("pos."):
+            if name.startswith("pos."):  # an encoding initialises its own parameters
+                continue
+            if p.dim() == 2:
                 # Not GPT-2's 0.02, which at these widths makes attention flat at first: one seed in three then learned
                 # to copy late (1.335 bits/byte, where 1 / sqrt(fan in) has 1.203). Its other rule stays: what writes
                 # into the residual stream starts smaller by sqrt(its number of writers).
@@ -89,51 +95,51 @@ class GPT(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        scaled: Scaled = UNSCALED,
-        cache: Cache | None = None,
+        change: ContextChange = NO_CHANGE,
+        cache: "Cache | None" = None,
     ) -> Tensor:
-        """Tokens [B, T] at integer positions [T] or [B, T] (None: 0..T-1) -> what the head reads, [B, T, C].
+        """Tokens [B, T] at integer positions [T] or [B, T] (None: 0..T-1) -> the last block's output, [B, T, C].
 
         With a cache, tokens are those that follow the ones it holds.
         """
         past = 0 if cache is None else cache.tokens
         if positions is None:
             positions = torch.arange(past + tokens.shape[1], device=tokens.device)
-        if self.linear:  # it has no scores, hence no temperature
-            scaled = replace(scaled, attention_factor=1.0)
+        if self.linear:  # no attention scores, hence no temperature
+            change = replace(change, attention_factor=1.0)
         x = self.pos.embed(self.tokens(tokens), positions[..., past:])
-        prepared = self.pos.prepare(positions, scaled)
+        prepared = self.pos.prepare(positions, change)
         for block in self.blocks:
-            x = block(x, self.pos, positions, prepared, scaled, cache)
+            x = block(x, self.pos, positions, prepared, change, cache)
         if cache is not None:
             cache.tokens += tokens.shape[1]
         return x
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, scaled: Scaled = UNSCALED) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, change: ContextChange = NO_CHANGE) -> Tensor:
         """Logits at every position, [B, T, V]."""
-        return self.head(self.norm(self.hidden(tokens, positions, scaled)))
+        return self.head(self.norm(self.hidden(tokens, positions, change)))
 
-    def scores(self, tokens: Tensor, last: int, scaled: Scaled = UNSCALED, cache: Cache | None = None) -> Tensor:
-        """Logits at the last positions only, [B, last, V]."""
-        return self.head(self.norm(self.hidden(tokens, scaled=scaled, cache=cache)[:, -last:]))
+    def last_logits(
+        self, tokens: Tensor, last: int, change: ContextChange = NO_CHANGE, cache: "Cache | None" = None
+    ) -> Tensor:
+        """Logits at the last `last` positions only, [B, last, V]."""
+        return self.head(self.norm(self.hidden(tokens, change=change, cache=cache)[:, -last:]))
 
     def losses(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        positions: Tensor | None = None,
-        scaled: Scaled = UNSCALED,
+        self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None, change: ContextChange = NO_CHANGE
     ) -> Tensor:
-        """Negative log-likelihood in nats, float32 [B, S], of targets [B, S]: what follows the last S of tokens [B, T].
+        """Negative log-likelihood in nats, float32 [B, S], of targets [B, S], which follow the last S of tokens [B, T].
 
-        Logits are made for scored positions only, and a block at a time: all of them at 8192 positions and 50k words
-        are 1.6 GB.
+        Logits are computed for scored positions only, and a block at a time: for 8192 positions and a vocabulary of 50k
+        all of them take 1.6 GB.
         """
         S = targets.shape[1]
-        x = self.hidden(tokens, positions, scaled)[:, -S:].flatten(0, 1)
+        x = self.hidden(tokens, positions, change)[:, -S:].flatten(0, 1)
         rows = max(1, LOSS_BLOCK // self.head.out_features)
         blocks = zip(x.split(rows), targets.flatten().split(rows), strict=True)
-        if torch.is_grad_enabled() and len(x) > rows:  # make the logits again in backward rather than keep them
+        if (
+            torch.is_grad_enabled() and len(x) > rows
+        ):  # recompute the logits in the backward pass instead of keeping them
             losses = [checkpoint(self._block_losses, *block, use_reentrant=False) for block in blocks]
         else:
             losses = [self._block_losses(*block) for block in blocks]
@@ -146,13 +152,17 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
 
+# ---- from a run's settings ----
+
+
 def build_encoding(cfg: TrainConfig) -> Encoding:
+    """The run's positional encoding. UserError if it does not go with the other settings."""
     m = cfg.model
     encoding = encodings.build(cfg.pos, Shape(m.width, m.n_heads, m.head_width, cfg.ctx))
     if cfg.attention == "linear" and m.qk_norm:
-        raise ValueError("model.qk_norm=True: attention=linear has no use for it")
-    if cfg.attention == "linear" and type(encoding).bias is not Encoding.bias:
-        raise ValueError(f"attention=linear: has no scores that pos={cfg.pos['kind']} could add its bias to")
+        raise UserError("model.qk_norm=True: attention=linear has no use for it")
+    if cfg.attention == "linear" and encoding.has_bias:
+        raise UserError(f"attention=linear: has no scores that pos={yaml_name('pos', cfg.pos)} could add its bias to")
     return encoding
 
 
@@ -162,8 +172,8 @@ def build(cfg: TrainConfig, vocab_size: int) -> GPT:
     return GPT(cfg.model, build_encoding(cfg), vocab_size, cfg.attention == "linear")
 
 
-def load(cfg: TrainConfig, vocab_size: int, weights: dict[str, Tensor]) -> GPT:
-    """A model that takes these weights as they are: none are drawn for it first, and none are copied."""
+def from_weights(cfg: TrainConfig, vocab_size: int, weights: dict[str, Tensor]) -> GPT:
+    """Build the model on the meta device and load `weights` without a copy or a random initialisation."""
     with torch.device("meta"):
         model = GPT(cfg.model, build_encoding(cfg), vocab_size, cfg.attention == "linear")
     model.load_state_dict(weights, assign=True)
@@ -172,15 +182,16 @@ def load(cfg: TrainConfig, vocab_size: int, weights: dict[str, Tensor]) -> GPT:
     return model
 
 
-def trained(cfg: TrainConfig, encoding: Encoding) -> Trained:
+def trained_context(cfg: TrainConfig, encoding: Encoding) -> TrainedContext:
     """What a scaling method may know of this run."""
     L = cfg.pretrained.get("ctx", cfg.ctx)
-    return Trained(cfg.pos["kind"], L, encoding.inv_freq, cfg.attention, extended_ctx=cfg.ctx if cfg.init else 0)
+    name, extended = yaml_name("pos", cfg.pos), cfg.ctx if cfg.init else 0
+    return TrainedContext(name, L, encoding.inv_freq, cfg.attention, extended_ctx=extended)
 
 
-def own_scaling(cfg: TrainConfig, encoding: Encoding, n: int | None = None) -> Scaled:
-    """The scaling that a run is trained with: that of its ctx, at every length.
+def trained_scaling(cfg: TrainConfig, encoding: Encoding, n: int | None = None) -> ContextChange:
+    """The scaling that a run is trained with. None: that of its ctx, which it keeps at every length.
 
-    n: that of this length instead, as Hugging Face's models have it where it depends on the length."""
-    knobs = [usual("scaling", name) for name in cfg.plus or []]
-    return resolve(cfg.scaling, trained(cfg, encoding), n or cfg.ctx, n or cfg.ctx, knobs)
+    n: that of this length instead, as in Hugging Face's models, where a scaling can depend on the length."""
+    plus = [yaml_values("scaling", name) for name in cfg.plus or []]
+    return resolve(cfg.scaling, trained_context(cfg, encoding), n or cfg.ctx, n or cfg.ctx, plus)

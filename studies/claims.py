@@ -1,19 +1,16 @@
-"""What is published against what our rows say: python -m studies.claims
+"""Published claims tested on our rows: python -m studies.claims
 
-Every claim (published.py) is a list of differences between two sets of rows of results/matrix.jsonl, each with a 95 %
-interval over seeds and documents. The verdict follows from the intervals by `verdict`, and is never typed. Writes
-results/claims.md.
+Every claim of published.py is a list of differences between two sets of rows of results/matrix.jsonl, each with a 95 %
+interval over seeds and documents. Its verdict is computed from these intervals. Writes results/claims.md.
 """
 
-import csv
 from dataclasses import replace
 
 import numpy as np
 
-from conf.errors import one_line_errors
-from conf.registry import ROOT
-from studies.matrix import run_of, write_table
-from studies.published import CLAIMS, SAME, At, Check
+from conf.errors import user_errors_in_one_line
+from studies.published import CLAIMS, SAME, Check, Claim
+from studies.rows import Interval, Rows, interval, report_command
 
 HOLDS, FAILS, UNSEEN, MISSING = "holds", "does not hold here", "cannot be seen at this scale", "not run"
 
@@ -29,76 +26,71 @@ The verdict follows from the intervals: all on the claim's side of its margin, o
 |---|---|---|---|---|---|"""
 
 
-def nll(rows: list[dict], at: At) -> dict[int, np.ndarray]:
-    """seed -> nats per token of each document; of the decay study, q . k / D at each distance from n on."""
-    if at.run.startswith("decay"):
-        with (ROOT / "results/decay.csv").open() as f:
-            return {0: np.array([float(x[f"{at.run[6:]} {at.label}"]) for x in csv.DictReader(f)])[at.n :]}
-    found = [r for r in rows if (run_of(r), r["label"], r["n"]) == (at.run, at.label, at.n)]
-    return {r["seed"]: np.array(r["nll"]) * len(r["nll"]) / r["tokens"] for r in found}
-
-
-def interval(delta: np.ndarray, draws: int = 4000) -> tuple[float, float, float]:
-    """(mean, low, high): 95 % over seeds and documents, from differences [seeds, documents], both resampled.
-
-    Documents are the same for all seeds, so the two are crossed. Three seeds are few: with so few draws to choose from
-    the interval is rather too narrow than too wide.
-    """
-    rng = np.random.default_rng(0)
-    seeds, documents = delta.shape
-    times_seed, times_document = (rng.multinomial(k, np.full(k, 1 / k), size=draws) for k in (seeds, documents))
-    means = ((times_seed @ delta) * times_document).sum(axis=1) / delta.size
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(delta.mean()), float(low), float(high)
-
-
-def verdict(checks: list[tuple[Check, tuple[float, float, float] | None]]) -> str:
-    """All intervals on the claim's side of their margins: holds. One wholly on the other: does not. Else unseen."""
-    if any(interval is None for _, interval in checks):
-        return MISSING
-    right = [high < c.margin if c.less else low > c.margin for c, (_, low, high) in checks]
-    wrong = [low > c.margin if c.less else high < c.margin for c, (_, low, high) in checks]
-    return HOLDS if all(right) else FAILS if any(wrong) else UNSEEN
+# ---- one claim ----
 
 
 def in_tokens(check: Check, L: int) -> Check:
-    """The check with its lengths, given in trained contexts, in tokens."""
+    """The check with its lengths in tokens instead of trained contexts. L: the trained context in tokens."""
     a, b = (replace(at, n=round(at.n * L)) for at in (check.a, check.b))
     return replace(check, a=a, b=b)
 
 
-def measure(rows: list[dict], check: Check) -> tuple[tuple[float, float, float] | None, int]:
-    """(interval of loss(a) - loss(b) over the seeds that both have, how many these are)."""
-    a, b = nll(rows, check.a), nll(rows, check.b)
+def measure(rows: Rows, check: Check) -> tuple[Interval | None, int]:
+    """(interval of a - b, number of seeds that both have); None without such seeds. Lengths in tokens."""
+    a, b = check.values(rows, check.a), check.values(rows, check.b)
     seeds = sorted(a.keys() & b.keys())
     if not seeds:
         return None, 0
-    delta = np.stack([a[s] - b[s] for s in seeds])
+    delta = np.stack([a[seed] - b[seed] for seed in seeds])  # [seeds, documents]
     return interval(np.abs(delta) if check.absolute else delta), len(seeds)
 
 
-def table(rows: list[dict]) -> str:
+def verdict(measured: list[tuple[Check, Interval | None]]) -> str:
+    """A claim holds if all intervals are on its side of their margins, and fails if one is on the other side."""
+    if any(result is None for _, result in measured):
+        return MISSING
+    right = [high < check.margin if check.less else low > check.margin for check, (_, low, high) in measured]
+    wrong = [low > check.margin if check.less else high < check.margin for check, (_, low, high) in measured]
+    if all(right):
+        return HOLDS
+    return FAILS if any(wrong) else UNSEEN
+
+
+# ---- the report ----
+
+
+def describe(check: Check, result: Interval | None) -> str:
+    """`rope @512 - rope @256 > 0.69: +1.234 [+1.100, +1.400]`"""
+    difference = f"{check.a} - {check.b}"
+    if check.absolute:
+        difference = f"size of {difference}"
+    sign = "<" if check.less else ">"
+    value = MISSING if result is None else f"{result[0]:+.3f} [{result[1]:+.3f}, {result[2]:+.3f}]"
+    return f"{difference} {sign} {check.margin:.2g}: {value}"
+
+
+def claim_line(number: int, claim: Claim, rows: Rows, L: int) -> str:
+    """A claim's line of the table."""
+    checks = [in_tokens(check, L) for check in claim.checks]
+    measured = [measure(rows, check) for check in checks]
+    results = [(check, result) for check, (result, _) in zip(checks, measured, strict=True)]
+    source = f"{claim.source}: {claim.reported}"
+    ours = "; ".join(describe(check, result) for check, result in results)
+    seeds = min(n_seeds for _, n_seeds in measured)
+    return f"| {number} | {claim.text} | {source} | {ours} | {seeds} | **{verdict(results)}** |"
+
+
+def report(rows: Rows) -> str:
+    """The text of results/claims.md."""
     L = rows[0]["train_ctx"]
     lines = [HEAD.format(L=L, unseen=UNSEEN, same=SAME)]
-    for number, claim in enumerate(CLAIMS, 1):
-        measured = [(c, *measure(rows, c)) for c in (in_tokens(c, L) for c in claim.checks)]
-        cells = []
-        for c, found, _ in measured:
-            sign = "<" if c.less else ">"
-            said = "not run" if found is None else f"{found[0]:+.3f} [{found[1]:+.3f}, {found[2]:+.3f}]"
-            difference = f"size of {c.a} - {c.b}" if c.absolute else f"{c.a} - {c.b}"
-            cells.append(f"{difference} {sign} {c.margin:.2g}: {said}")
-        seeds = min(s for *_, s in measured)
-        result = verdict([(c, found) for c, found, _ in measured])
-        ours = "; ".join(cells)
-        said = f"{claim.source}: {claim.says}"
-        lines.append(f"| {number} | {claim.text} | {said} | {ours} | {seeds} | **{result}** |")
+    lines += [claim_line(number, claim, rows, L) for number, claim in enumerate(CLAIMS, 1)]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    write_table(table, __doc__ or "", "claims.md")
+    report_command(report, "Published claims tested on the rows of the matrix", "claims.md")
 
 
 if __name__ == "__main__":
-    one_line_errors(main)()
+    user_errors_in_one_line(main)()

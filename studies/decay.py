@@ -1,36 +1,41 @@
-"""How q . k falls with distance under RoPE, at several bases and scalings: python -m studies.decay
+"""How q . k falls with distance under RoPE, at several bases and with several scalings: python -m studies.decay
 
-At relative distance m: q . k / D of all-ones q and k of width D; B(m) = sum_i cos(m theta_i) of arXiv 2405.14591, which
-is D / 2 times that; and Su's bound on any score, (2 / D) sum_j |sum_{i < j} e^{i m theta_i}| (kexue.fm/archives/8265;
-RoFormer, arXiv 2104.09864, 3.4.3), which "may be too loose" (PI, arXiv 2306.15595, 2.2).
+Three quantities at relative distance m, of heads of width D:
+* q . k / D of all-ones q and k;
+* B(m) = sum_i cos(m theta_i) of arXiv 2405.14591, which is D / 2 times the first;
+* Su's bound on any score, (2 / D) sum_j |sum_{i < j} e^{i m theta_i}| (kexue.fm/archives/8265; RoFormer, arXiv
+  2104.09864, 3.4.3), which "may be too loose" (PI, arXiv 2306.15595, 2.2).
 """
 
 import argparse
 import csv
 import io
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
-from conf.errors import one_line_errors
-from conf.registry import usual
+from conf.errors import UserError, user_errors_in_one_line
+from conf.registry import yaml_values
+from engine.checkpoint import write_atomically
 from kernels import cos_sin, phase, rotate
-from model.checkpoint import write_atomically
-from model.scaling import Trained, resolve
-from studies import pictures
-from studies.spectrum import frequencies
+from model.scaling import TrainedContext, resolve
+from model.spectrum import frequencies
 
 BASES = (1, 10, 100, 500, 5000, 10000, 50000)
-SCALINGS = ("none", "pi", "ntk", "yarn")
+SCALINGS = ("none", "pi", "ntk", "yarn")  # at base 10000
+
+
+# ---- the three quantities; inv_freq: radians per token, float64 [D / 2] ----
 
 
 def score(inv_freq: Tensor, positions: int) -> Tensor:
-    """q . k of all-ones q at m and k at 0, over D, float64 [positions]: the rotation itself, not its formula."""
-    q = torch.ones(1, positions, 1, 2 * len(inv_freq), dtype=torch.float64)
-    turned = rotate(q, *cos_sin(phase(inv_freq), torch.arange(positions)))
-    return turned[0, :, 0].sum(dim=-1) / (2 * len(inv_freq))
+    """q . k / D of all-ones q at m and k at 0, float64 [positions]: by the rotation itself, not by its formula."""
+    q = torch.ones(1, positions, 1, 2 * len(inv_freq), dtype=torch.float64)  # [batch, positions, heads, D]
+    rotated = rotate(q, *cos_sin(phase(inv_freq), torch.arange(positions)))
+    return rotated[0, :, 0].sum(dim=-1) / (2 * len(inv_freq))
 
 
 def similarity(inv_freq: Tensor, positions: int) -> Tensor:
@@ -40,12 +45,41 @@ def similarity(inv_freq: Tensor, positions: int) -> Tensor:
 
 def su_bound(inv_freq: Tensor, positions: int) -> Tensor:
     """The mean over j of |sum_{i < j} e^{i m theta_i}|, float64 [positions]."""
-    angle = torch.outer(torch.arange(positions, dtype=torch.float64), inv_freq)
+    angle = torch.outer(torch.arange(positions, dtype=torch.float64), inv_freq)  # [positions, D / 2]
     return torch.polar(torch.ones_like(angle), angle).cumsum(dim=1).abs().mean(dim=1)
 
 
+@dataclass(frozen=True)
+class Decay:
+    """The three quantities at the distances 0 .. positions - 1, each float64 [positions]."""
+
+    score: Tensor
+    similarity: Tensor
+    su_bound: Tensor
+
+
+def decay(inv_freq: Tensor, positions: int) -> Decay:
+    return Decay(score(inv_freq, positions), similarity(inv_freq, positions), su_bound(inv_freq, positions))
+
+
+# ---- the command ----
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    args = parse_arguments()
+    D, T, L = args.head_dim, args.positions, args.ctx
+    by_base = {f"base {base}": decay(frequencies(D, base), T) for base in BASES}
+    by_scaling = {name: decay(scaled_frequencies(name, D, T, L), T) for name in SCALINGS}
+    curves = {**by_base, **by_scaling}
+    table, figure = Path(args.out).with_suffix(".csv"), Path(args.out).with_suffix(".png")
+    print_summary(curves, D, T)
+    write_table(curves, T, table)
+    draw(by_base, by_scaling, D, T, L, figure)
+    print(f"{figure}   {table}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="How q . k falls with distance under RoPE")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--positions", type=int, default=2048)
     parser.add_argument("--ctx", type=int, default=256, help="L, for the scalings (base 10000, factor positions / L)")
@@ -53,53 +87,75 @@ def main() -> None:
     args = parser.parse_args()
     D, T, L = args.head_dim, args.positions, args.ctx
     if D < 4 or D % 2 or T < 64 or not 2 <= L <= T:
-        raise ValueError("--head-dim must be even and at least 4, --positions at least 64, --ctx from 2 to --positions")
-    by_base = {f"base {b}": frequencies(D, b) for b in BASES}
-    trained, by_scaling = Trained("rope", L, frequencies(D, 10000.0)), {}
-    for name in SCALINGS:
-        scaled = resolve(usual("scaling", name), trained, T, T)
-        by_scaling[name] = trained.inv_freq if scaled.inv_freq is None else scaled.inv_freq
-    curves = {name: (score(f, T), similarity(f, T), su_bound(f, T)) for name, f in {**by_base, **by_scaling}.items()}
+        raise UserError("--head-dim must be even and at least 4, --positions at least 64, --ctx from 2 to --positions")
+    return args
 
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    # B(m) is D / 2 times the score, so it has no column
-    table.writerow(["distance", *(f"{name} {what}" for name in curves for what in ("score", "su_bound"))])
-    for m in range(T):
-        table.writerow([m, *(f"{x:.4g}" for score, _, bound in curves.values() for x in (score[m], bound[m]))])
+
+def scaled_frequencies(name: str, head_dim: int, positions: int, L: int) -> Tensor:
+    """inv_freq of base 10000 with the scaling method of that name, extended from L to `positions`, float64 [D / 2]."""
+    trained = TrainedContext("rope", L, frequencies(head_dim, 10000.0))
+    change = resolve(yaml_values("scaling", name), trained, positions, positions)
+    return trained.inv_freq if change.inv_freq is None else change.inv_freq
+
+
+def print_summary(curves: dict[str, Decay], head_dim: int, T: int) -> None:
+    """The mean score of three ranges of distances, the lowest B(m), and both ends of Su's bound."""
     print(
-        f"mean of q . k / D over distances, all-ones vectors, head_dim {D}; lowest B(m); Su's bound at 0 and at the end"
+        f"mean of q . k / D over distances, all-ones vectors, head_dim {head_dim}; lowest B(m); "
+        "Su's bound at 0 and at the end"
     )
     print(f"{'':12}{'0..63':>9}{'64..255':>9}{f'256..{T - 1}':>11}{'lowest B':>10}{'bound 0':>9}{f'bound {T - 1}':>12}")
-    for name, (s, b, u) in curves.items():
-        means = [s[a:z].mean().item() if a < T else float("nan") for a, z in ((0, 64), (64, 256), (256, T))]
-        print(f"{name:<12}{means[0]:>9.3f}{means[1]:>9.3f}{means[2]:>11.3f}{b.min():>10.2f}{u[0]:>9.2f}{u[-1]:>12.2f}")
+    for name, curve in curves.items():
+        near, middle, far = (
+            curve.score[start:end].mean().item() if start < T else float("nan")
+            for start, end in ((0, 64), (64, 256), (256, T))
+        )
+        lowest, bound = curve.similarity.min(), curve.su_bound
+        print(f"{name:<12}{near:>9.3f}{middle:>9.3f}{far:>11.3f}{lowest:>10.2f}{bound[0]:>9.2f}{bound[-1]:>12.2f}")
+
+
+def write_table(curves: dict[str, Decay], T: int, path: Path) -> None:
+    """score and su_bound at every distance, as CSV. B(m) is D / 2 times the score, so it has no column."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["distance", *(f"{name} {column}" for name in curves for column in ("score", "su_bound"))])
+    for m in range(T):
+        table.writerow([m, *(f"{x:.4g}" for c in curves.values() for x in (c.score[m], c.su_bound[m]))])
+    write_atomically(path, lambda f: f.write(text.getvalue().encode()))
+
+
+def draw(by_base: dict[str, Decay], by_scaling: dict[str, Decay], head_dim: int, T: int, L: int, path: Path) -> None:
+    """Four rows of panels: score and bound by base, then score and bound by scaling."""
+    import matplotlib.pyplot as plt
+
+    from measure import plots
 
     fig, axes = plt.subplots(4, len(BASES), figsize=(15, 9), dpi=120, sharex=True, sharey="row")
     for group, top in ((by_base, 0), (by_scaling, 2)):
-        for column in range(len(BASES)):
-            if column >= len(group):
-                axes[top, column].axis("off")
-                axes[top + 1, column].axis("off")
-                continue
-            name = list(group)[column]
-            for ax, curve in ((axes[top, column], curves[name][0]), (axes[top + 1, column], curves[name][2])):
-                ax.plot(curve, color="#9ecae1", linewidth=0.5)
-                ax.plot(range(32, T - 31), curve.unfold(0, 64, 1).mean(dim=1), color="#08519c", linewidth=1.3)
-                ax.axhline(0, color="#999999", linewidth=0.6)
-                ax.spines[["top", "right"]].set_visible(False)
+        for column, (name, curve) in enumerate(group.items()):
+            draw_smoothed(axes[top, column], curve.score)
+            draw_smoothed(axes[top + 1, column], curve.su_bound)
             axes[top, column].set_title(name if top == 0 else f"base 10000, {name}", fontsize=10, loc="left")
             axes[top + 1, column].set_xlabel("distance m", fontsize=9)
-        axes[top, 0].set_ylabel(f"q . k / D, all ones\n(B(m) is {D // 2} times this)", fontsize=9)
+        for ax in axes[top : top + 2, len(group) :].flat:  # fewer scalings than bases
+            ax.axis("off")
+        axes[top, 0].set_ylabel(f"q . k / D, all ones\n(B(m) is {head_dim // 2} times this)", fontsize=9)
         axes[top + 1, 0].set_ylabel("Su's bound", fontsize=9)
-    title = f"RoPE by distance, head_dim {D}: upper half by base, lower half by scaling (L = {L}, factor {T / L:g})"
+    title = (
+        f"RoPE by distance, head_dim {head_dim}: upper half by base, lower half by scaling (L = {L}, factor {T / L:g})"
+    )
     fig.suptitle(f"{title}; dark: mean over 64 distances", fontsize=11, x=0.01, ha="left")
     fig.tight_layout()
-    out = Path(args.out)
-    write_atomically(out.with_suffix(".csv"), lambda f: f.write(text.getvalue().encode()))
-    pictures.save(fig, out.with_suffix(".png"))
-    print(f"{out.with_suffix('.png')}   {out.with_suffix('.csv')}")
+    plots.save(fig, path)
+
+
+def draw_smoothed(ax: Any, curve: Tensor) -> None:
+    """A curve in light blue, and its mean over 64 distances in dark blue."""
+    ax.plot(curve, color="#9ecae1", linewidth=0.5)
+    ax.plot(range(32, len(curve) - 31), curve.unfold(0, 64, 1).mean(dim=1), color="#08519c", linewidth=1.3)
+    ax.axhline(0, color="#999999", linewidth=0.6)
+    ax.spines[["top", "right"]].set_visible(False)
 
 
 if __name__ == "__main__":
-    one_line_errors(main)()
+    user_errors_in_one_line(main)()

@@ -1,7 +1,8 @@
-"""Every encoding, base and fine-tuning, each with seeds, by one command: python -m studies.matrix
+"""Every encoding, base and fine-tuning, each with several seeds, by one command: python -m studies.matrix
 
-It only calls train.py and eval.py, and gathers their rows into results/matrix.jsonl. What is there is not done again,
-and what is half done goes on, so stop it at any time. `quick` is the same at a toy size, `h200` the same on a GPU.
+The jobs are calls of train.py and eval.py; their results are gathered as rows of results/matrix.jsonl. Finished jobs
+are skipped and unfinished ones resumed, so it can be stopped at any time. `quick` is the same study at a toy size,
+`h200` on a GPU.
 """
 
 import argparse
@@ -10,264 +11,366 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-import compare
-import report
-from conf.errors import check, one_line_errors
-from conf.registry import ROOT, choices, usual
-from data import tokens
-from model import checkpoint, gpt, runtime, scaling
+from conf.errors import UserError, check, user_errors_in_one_line
+from conf.registry import ROOT, choices, yaml_values
+from data.held_out import long_documents
+from engine.checkpoint import write_atomically
+from engine.device import autocast
+from engine.run import Run
+from measure.curves import read_curve, select
+from measure.statistics import gain
+from model.scaling import resolve
+from studies.rows import Rows, read_rows
 
-BASES = (100, 500, 1000, 100_000, 1_000_000)  # beside the default 10000
-EXTENSIONS = ("none", "pi", "ntk", "yarn")  # fine-tuned to 4 L; none is direct fine-tuning
-STEPS = (20, 50, 100, 200)  # of fine-tuning
+BASES = (100, 500, 1000, 100_000, 1_000_000)  # besides the default of 10000
+EXTENSIONS = ("none", "pi", "ntk", "yarn")  # methods that are fine-tuned to 4 L; none: fine-tuned without scaling
+FINETUNE_STEPS = (20, 50, 100, 200)
+CACHE = ".cache"  # of the corpora: the default of train.py and eval.py
 
 
 @dataclass(frozen=True)
 class Size:
-    L: int
+    """The study at one size of model and corpus."""
+
+    L: int  # the trained context, tokens
     steps: int  # of pre-training
     batch_tokens: int
-    lengths: tuple[int, ...]
-    train: tuple[str, ...] = ()  # settings of train.py
-    documents: int = 32  # read by eval.py
-    score: int = 64  # their last tokens, the targets
+    lengths: tuple[int, ...]  # evaluated
+    train: tuple[str, ...] = ()  # overrides of train.py
+    documents: int = 32  # evaluated
+    scored_tokens: int = 64  # at the end of each document
     seeds: tuple[int, ...] = (0,)
-    finetune: tuple[int, ...] = STEPS
-    rates: tuple[float, float] = (20_000, 30_000)  # tokens/s of training and of evaluation, for the forecast
-    start: float = 30  # seconds of starting and compiling, for the same
+    finetune: tuple[int, ...] = FINETUNE_STEPS
+    # For the forecast of the duration:
+    train_rate: float = 20_000  # tokens/s
+    eval_rate: float = 30_000  # tokens/s
+    start_seconds: float = 30  # to start and compile
 
 
 SIZES = {
-    "default": Size(256, 2600, 2048, (128, 256, 512, 1024, 2048, 4096, 8192), seeds=(0, 1, 2)),
-    "quick": Size(64, 500, 2048, (32, 64, 128, 256, 512),
-                  ("ctx=64", "steps=500", "optim.warmup=20", "val_every=500", "val_windows=32",
-                   "model.n_layers=2", "model.n_heads=2", "model.width=128", "data.vocab_size=512"),
-                  documents=8, score=32, finetune=(10, 40), rates=(70_000, 60_000), start=10),
-    "h200": Size(512, 200, 65_536, (256, 512, 1024, 2048, 4096, 8192, 16384),
-                 ("exp=h200",), finetune=(10, 20), rates=(1_000_000, 1_000_000)),
+    "default": Size(
+        L=256,
+        steps=2600,
+        batch_tokens=2048,
+        lengths=(128, 256, 512, 1024, 2048, 4096, 8192),
+        seeds=(0, 1, 2),
+    ),
+    "quick": Size(
+        L=64,
+        steps=500,
+        batch_tokens=2048,
+        lengths=(32, 64, 128, 256, 512),
+        train=("ctx=64", "steps=500", "optim.warmup=20", "val_every=500", "val_windows=32", "model.n_layers=2",
+               "model.n_heads=2", "model.width=128", "data.vocab_size=512"),
+        documents=8,
+        scored_tokens=32,
+        finetune=(10, 40),
+        train_rate=70_000,
+        eval_rate=60_000,
+        start_seconds=10,
+    ),
+    "h200": Size(
+        L=512,
+        steps=200,
+        batch_tokens=65_536,
+        lengths=(256, 512, 1024, 2048, 4096, 8192, 16384),
+        train=("exp=h200",),
+        finetune=(10, 20),
+        train_rate=1_000_000,
+        eval_rate=1_000_000,
+    ),
 }  # fmt: skip
+
+
+# ---- the plan ----
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of train.py, and what it is evaluated with."""
+    """One training run and its evaluation."""
 
     part: str  # encodings, base or finetune
     name: str
     seed: int
-    train: tuple[str, ...]
+    train: tuple[str, ...]  # overrides of train.py
     steps: int
-    lengths: tuple[int, ...]
-    every_scaling: bool = False
-    about: dict = field(default_factory=dict)  # what the rows say of it
+    lengths: tuple[int, ...]  # evaluated
+    every_scaling: bool = False  # evaluated with every scaling method that applies, not only with none and window
+    columns: dict[str, Any] = field(default_factory=dict)  # additional columns of its rows
 
 
 def plan(size: Size, seeds: tuple[int, ...]) -> list[Job]:
-    """All jobs, seed by seed, so that what is done by any time is a study of fewer seeds."""
+    """All jobs, seed by seed: stopped at any time, what is finished is a study with fewer seeds."""
     jobs = []
     for seed in seeds:
-        settings = (*size.train, f"seed={seed}")
-        for pos in sorted(choices("pos"), key=lambda pos: pos != "rope"):
-            longest = (f"pos.max_positions={max(size.lengths)}",) if pos == "learned" else ()
-            # Every scaling for rope with all seeds; for the other rotary encodings, which follow it, with the first.
-            jobs.append(Job("encodings", f"{pos}-s{seed}", seed, (f"pos={pos}", *longest, *settings), size.steps,
-                            size.lengths, every_scaling=pos == "rope" or seed == seeds[0]))  # fmt: skip
-        target = 4 * size.L
-        near = tuple(n for n in size.lengths if n >= size.L and n <= 2 * target)
-        for steps in size.finetune:
-            for method in EXTENSIONS:
-                own = (*(x for x in size.train if x.startswith("exp=")), f"init=rope-s{seed}", f"ctx={target}",
-                       f"scaling={method}", f"steps={steps}", f"seed={seed}", "val_windows=64", "optim=finetune",
-                       "optim.lr=5e-4", "optim.warmup=5")  # fmt: skip
-                share = round(100 * steps / size.steps, 2)
-                jobs.append(Job("finetune", f"{method}-{steps}-s{seed}", seed, own, steps, near,
-                                about={"method": method, "finetune_steps": steps, "percent": share}))  # fmt: skip
-        longer = size.steps + max(size.finetune)
-        jobs.append(Job("finetune", f"scratch-{target}-s{seed}", seed,
-                        ("pos=rope", *settings, f"ctx={target}", f"steps={longer}"), longer, near,
-                        about={"method": "from scratch", "finetune_steps": 0, "percent": 0}))  # fmt: skip
-        for base in BASES:
-            jobs.append(Job("base", f"base{base}-s{seed}", seed, ("pos=rope", f"pos.base={base}", *settings),
-                            size.steps, size.lengths, about={"base": base}))  # fmt: skip
+        jobs += encoding_jobs(size, seed, first=seed == seeds[0])
+        jobs += finetune_jobs(size, seed)
+        jobs += base_jobs(size, seed)
+    return jobs
+
+
+def encoding_jobs(size: Size, seed: int, first: bool) -> list[Job]:
+    """A run of every encoding. rope comes first, because the fine-tunings start from it."""
+    jobs = []
+    for pos in sorted(choices("pos"), key=lambda pos: pos != "rope"):
+        # An encoding with a table of positions needs rows for the longest length that is evaluated
+        table = (f"pos.max_positions={max(size.lengths)}",) if "max_positions" in yaml_values("pos", pos) else ()
+        train = (f"pos={pos}", *table, *size.train, f"seed={seed}")
+        # Every scaling: for rope with all seeds; for the others, which behave alike, with the first one only
+        every_scaling = pos == "rope" or first
+        jobs.append(Job("encodings", f"{pos}-s{seed}", seed, train, size.steps, size.lengths, every_scaling))
+    return jobs
+
+
+def finetune_jobs(size: Size, seed: int) -> list[Job]:
+    """rope fine-tuned to 4 L with each method for several numbers of steps, and rope trained at 4 L from scratch."""
+    target = 4 * size.L
+    lengths = tuple(n for n in size.lengths if size.L <= n <= 2 * target)
+    exp = tuple(x for x in size.train if x.startswith("exp="))  # the other settings come from the run it starts from
+    optim = ("optim=finetune", "optim.lr=5e-4", "optim.warmup=5")
+    jobs = []
+    for steps in size.finetune:
+        for method in EXTENSIONS:
+            settings = (f"ctx={target}", f"scaling={method}", f"steps={steps}", f"seed={seed}", "val_windows=64")
+            train = (*exp, f"init=rope-s{seed}", *settings, *optim)
+            columns = {"method": method, "finetune_steps": steps, "percent": round(100 * steps / size.steps, 2)}
+            name = f"{method}-{steps}-s{seed}"
+            jobs.append(Job("finetune", name, seed, train, steps, lengths, columns=columns))
+    # From scratch with as many steps as pre-training and the longest fine-tuning have together
+    steps = size.steps + max(size.finetune)
+    train = ("pos=rope", *size.train, f"seed={seed}", f"ctx={target}", f"steps={steps}")
+    columns = {"method": "from scratch", "finetune_steps": 0, "percent": 0}
+    jobs.append(Job("finetune", f"scratch-{target}-s{seed}", seed, train, steps, lengths, columns=columns))
+    return jobs
+
+
+def base_jobs(size: Size, seed: int) -> list[Job]:
+    """rope pre-trained with other bases."""
+    jobs = []
+    for base in BASES:
+        train = ("pos=rope", f"pos.base={base}", *size.train, f"seed={seed}")
+        name = f"base{base}-s{seed}"
+        jobs.append(Job("base", name, seed, train, size.steps, size.lengths, columns={"base": base}))
     return jobs
 
 
 def minutes(job: Job, size: Size) -> float:
-    """About how long it takes: its tokens over the rates, and its start."""
-    curves = 20 if job.every_scaling and job.about.get("base") is None and "rope" in job.name else 2
-    read = curves * size.documents * sum(job.lengths)
-    return (job.steps * size.batch_tokens / size.rates[0] + read / size.rates[1] + size.start) / 60
+    """A rough forecast of a job's duration: its tokens divided by the rates, and its start."""
+    # About 20 methods apply to an encoding that rotates, and few to the others
+    curves = 20 if job.every_scaling and "rope" in job.name else 2
+    eval_tokens = curves * size.documents * sum(job.lengths)
+    seconds = job.steps * size.batch_tokens / size.train_rate + eval_tokens / size.eval_rate + size.start_seconds
+    return seconds / 60
 
 
-def read(path: Path) -> list[dict]:
-    """The rows that are in path."""
-    if not path.exists():
-        raise ValueError(f"--rows {path}: not found: first python -m studies.matrix")
-    return [json.loads(line) for line in path.read_text().splitlines()]
+# ---- one job ----
 
 
-def run_of(row: dict) -> str:
-    """The name of the run that a row is of, without the seed."""
-    return row["name"].rpartition("-s")[0]
+class Stopped(Exception):
+    """The deadline has passed, or the user pressed Ctrl-C."""
 
 
-def write_table(table: Callable[[list[dict]], str], about: str, out: str) -> None:
-    """A command that prints table(rows of the matrix), and writes it to results/ under this name."""
-    parser = argparse.ArgumentParser(description=about.splitlines()[0])
-    parser.add_argument("--rows", default=str(ROOT / "results/matrix.jsonl"), help="what studies.matrix wrote")
-    parser.add_argument("--out", default=str(ROOT / "results" / out), help="the table")
-    args = parser.parse_args()
-    text = table(read(Path(args.rows)))
-    checkpoint.write_atomically(Path(args.out), lambda f: f.write(text.encode()))
-    print(text)
+def run_job(job: Job, size: Size, runs: str, deadline: float) -> Rows:
+    """Train and evaluate; returns the job's rows. deadline: of time.monotonic(); past it, Stopped is raised."""
+    run_script(["train.py", *job.train, f"name={job.name}", f"runs={runs}"], deadline)
+    run = Run.open(job.name, runs=runs, cache=CACHE)
+
+    methods = applicable_scalings(run, max(job.lengths)) if job.every_scaling else []
+    lengths = f"ctx=[{','.join(map(str, job.lengths))}]"
+    settings = [lengths, f"documents={size.documents}", f"task.scored_tokens={size.scored_tokens}"]
+    evaluate = ["eval.py", "-m", f"run={job.name}", f"runs={runs}", *settings]
+    run_script([*evaluate, f"scaling={','.join(methods) or 'none'}"], deadline)
+    if job.name.startswith("rope-s"):
+        # One factor at all lengths, as a deployed model has it: the price inside L. And methods with log-n added
+        run_script([*evaluate, "scaling=pi,ntk,yarn", "++scaling.factor=fixed"], deadline)
+        run_script([*evaluate, "scaling=ntk,yarn,rerope,rerope_leaky", "plus=logn"], deadline)
+
+    command = f"python train.py {' '.join(job.train)} name={job.name}"
+    rows = gather(job, run, command)
+    if job.part == "encodings":
+        rows += shifted(job, run, size, command)
+    return rows
 
 
-def scalings(run: Path, longest: int) -> list[str]:
-    """The methods that this run can be read with, the controls left out (eval.py always measures them)."""
-    state = checkpoint.load(run)
-    trained = gpt.trained(state["cfg"], gpt.build_encoding(state["cfg"]))
-    found = []
+def run_script(argv: list[str], deadline: float) -> None:
+    """Run a script of this repo to completion. At the deadline send SIGTERM so that it saves, then raise Stopped."""
+    child = subprocess.Popen([sys.executable, str(ROOT / argv[0]), *argv[1:]])
+    timeout = max(0.1, deadline - time.monotonic()) if deadline < float("inf") else None
+    try:
+        code = child.wait(timeout)
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGTERM)
+        child.wait()
+        raise Stopped from None
+    except KeyboardInterrupt:  # the terminal sends Ctrl-C to the child as well
+        child.wait()
+        raise Stopped from None
+    if code in (130, 143):  # it was stopped by SIGINT or SIGTERM
+        raise Stopped
+    if code:
+        raise UserError(
+            f"`python {' '.join(argv)}` failed with exit code {code}; run the same command again to resume from there"
+        )
+
+
+def applicable_scalings(run: Run, longest: int) -> list[str]:
+    """The scaling methods that this run can be evaluated with at the longest length.
+
+    Without the controls none and window, which eval.py measures in every evaluation.
+    """
+    names = []
     for name in choices("scaling"):
         try:
-            scaling.resolve(usual("scaling", name), trained, longest, longest)
-        except ValueError:  # does not fit, or needs factors from a search
+            resolve(yaml_values("scaling", name), run.context, longest, longest)
+        except UserError:  # not applicable to this encoding, or its yaml lacks values that only a search can find
             continue
         if name not in ("none", "window"):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
-def commit() -> str:
-    """The commit that runs, with a + if files differ from it."""
-    git = ["git", "-C", str(ROOT)]
-    name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
-    changed = "\n".join(x for x in changed.splitlines() if not x.endswith(("jsonl", "png", "svg", "md")))
-    return (name or "unknown") + ("+" if changed else "")
+# ---- rows ----
+
+# Columns that are copied from the rows of eval.py
+CURVE_COLUMNS = ("seed", "label", "n", "factor", "train_ctx", "extended_ctx", "loss", "low", "high", "bits_per_byte",
+                 "tokens", "bytes", "targets", "dtype", "device", "nll")  # fmt: skip
 
 
-def gather(job: Job, run: Path, command: str) -> list[dict]:
-    """What eval.py measured of this run, with the gain over its window control at the same n."""
-    curves = [compare.read(f) for f in sorted((run / "eval").glob("*.jsonl"))]
-    newest = max(curves, key=lambda c: c[0]["age"])[0]["targets"]
-    state = checkpoint.load(run)
-    cfg = state["cfg"]
-    window = next(c for c in compare.select(curves, newest) if c[0]["label"] == "window")
-    by_n = {row["n"]: row for row in window}
+def gather(job: Job, run: Run, command: str) -> Rows:
+    """The run's curves as rows, with the gain over its window control at the same length."""
+    curves = [read_curve(file) for file in sorted((run.folder / "eval").glob("*.jsonl"))]
+    newest = max(curves, key=lambda curve: curve.written)
+    selected = select(curves, newest.first.targets)
+    window = next(curve for curve in selected if curve.label == "window").by_length()
+    origin = {"threads": torch.get_num_threads(), "commit": commit(), "command": command}
     rows = []
-    for curve in compare.select(curves, newest):
-        for row in curve:
-            mean, low, high = report.gain(row, by_n[row["n"]])
-            kept = ("pos", "seed", "label", "n", "factor", "train_ctx", "extended_ctx", "loss", "low", "high",
-                    "bits_per_byte", "tokens", "bytes", "targets", "dtype", "device", "nll")  # fmt: skip
-            rows.append({"part": job.part, "name": job.name, "base": cfg.pos.get("base"), **job.about,
-                         **{k: row[k] for k in kept}, "gain": mean, "gain_low": low, "gain_high": high,
-                         "in_window": state["validation"]["bits_per_byte"], "steps": cfg.steps,
-                         "threads": torch.get_num_threads(), "commit": commit(), "command": command})  # fmt: skip
+    for row in (row for curve in selected for row in curve.rows):
+        mean, low, high = gain(row, window[row.n])
+        rows.append(
+            {
+                "part": job.part,
+                "name": job.name,
+                "base": run.cfg.pos.get("base"),
+                **job.columns,
+                "pos": run.cfg.pos["kind"],
+                **{column: getattr(row, column) for column in CURVE_COLUMNS},
+                "gain": mean,
+                "gain_low": low,
+                "gain_high": high,
+                "in_window": run.validation["bits_per_byte"],
+                "steps": run.cfg.steps,
+                **origin,
+            }
+        )
     return rows
 
 
 @torch.inference_mode()
-def shifted(job: Job, run: Path, size: Size, command: str) -> list[dict]:
-    """Rows of the same targets given L/2 tokens, at positions 0 .. L/2 - 1 and at L/2 .. L - 1, all of them trained.
+def shifted(job: Job, run: Run, size: Size, command: str) -> Rows:
+    """Rows of the same targets after L/2 tokens at positions 0 .. L/2 - 1, and at positions L/2 .. L - 1.
 
-    An encoding that goes by distance alone cannot tell the two apart.
+    All of these positions were trained. An encoding that depends only on distances gives the same loss for both.
     """
-    state = checkpoint.load(run)
-    cfg, n, score = state["cfg"], size.L // 2, size.score
-    corpus = tokens.prepare(cfg.data, cfg.cache)
-    _, text = tokens.long_documents(corpus, max(job.lengths), size.documents)
-    model = gpt.build(cfg, corpus.vocab_size).eval()
-    model.load_state_dict(state["model"])
+    n, scored = size.L // 2, size.scored_tokens
+    _, text = long_documents(run.corpus, max(job.lengths), size.documents)  # [documents, longest + 1]
+    tokens, targets = text[:, -n - 1 : -1], text[:, -scored:]
     rows = []
     for label, start in (("unshifted", 0), ("shifted", n)):
-        with runtime.autocast(torch.device("cpu"), cfg.dtype):
-            losses = model.losses(text[:, -n - 1 : -1], text[:, -score:], torch.arange(n) + start).double()
-        rows.append({"part": job.part, "name": job.name, "pos": cfg.pos["kind"], "seed": cfg.seed, "label": label,
-                     "n": n, "train_ctx": size.L, "loss": losses.mean().item(), "tokens": losses.numel(),
-                     "nll": losses.sum(dim=1).numpy().round(4).tolist(), "commit": commit(),
-                     "command": command})  # fmt: skip
+        with autocast(torch.device("cpu"), run.cfg.dtype):
+            losses = run.model.losses(tokens, targets, torch.arange(n) + start).double()  # [documents, scored]
+        rows.append(
+            {
+                "part": job.part,
+                "name": job.name,
+                "pos": run.cfg.pos["kind"],
+                "seed": run.cfg.seed,
+                "label": label,
+                "n": n,
+                "train_ctx": size.L,
+                "loss": losses.mean().item(),
+                "tokens": losses.numel(),
+                "nll": losses.sum(dim=1).numpy().round(4).tolist(),
+                "commit": commit(),
+                "command": command,
+            }
+        )
     return rows
 
 
-class Stopped(Exception):
-    pass
+def commit() -> str:
+    """The short hash of the checked-out commit, followed by + if the code differs from it."""
+    git = ["git", "-C", str(ROOT)]
+    name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    # Results and texts may differ: they do not change a number
+    changed = [line for line in status.splitlines() if not line.endswith(("jsonl", "png", "svg", "md"))]
+    return (name or "unknown") + ("+" if changed else "")
 
 
-def call(argv: list[str], deadline: float) -> None:
-    """A command of this repo, to its end. Past the deadline it is asked to save and stop: Stopped."""
-    child = subprocess.Popen([sys.executable, str(ROOT / argv[0]), *argv[1:]])
-    try:
-        code = child.wait(max(0.1, deadline - time.monotonic()) if deadline < float("inf") else None)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt) as e:
-        if not isinstance(e, KeyboardInterrupt):  # Ctrl-C reaches the child by itself
-            child.send_signal(signal.SIGTERM)
-        child.wait()
-        raise Stopped from None
-    if code in (130, 143):
-        raise Stopped
-    if code:
-        raise ValueError(f"`python {' '.join(argv)}` ended with exit code {code}; the same command goes on from there")
-
-
-def do(job: Job, size: Size, runs: str, deadline: float) -> list[dict]:
-    about = [f"name={job.name}", f"runs={runs}"]
-    call(["train.py", *job.train, *about], deadline)
-    run = Path(runs) / job.name
-    methods = ",".join(scalings(run, max(job.lengths)) if job.every_scaling else []) or "none"
-    ns = f"ctx=[{','.join(map(str, job.lengths))}]"
-    evaluate = ["eval.py", "-m", f"run={job.name}", f"runs={runs}", ns, f"documents={size.documents}"]
-    call([*evaluate, f"score={size.score}", f"scaling={methods}"], deadline)
-    if job.name.startswith("rope-s"):  # the tax: one factor at all lengths, as a deployed model pays it
-        call([*evaluate, f"score={size.score}", "scaling=pi,ntk,yarn", "++scaling.factor=fixed"], deadline)
-        call([*evaluate, f"score={size.score}", "scaling=ntk,yarn,rerope,rerope_leaky", "plus=logn"], deadline)
-    command = f"python train.py {' '.join(job.train)} name={job.name}"
-    return gather(job, run, command) + (shifted(job, run, size, command) if job.part == "encodings" else [])
+# ---- the command ----
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("size", nargs="?", default="default", help=", ".join(SIZES))
-    parser.add_argument("--seeds", help="such as 0 or 0,1,2; the size's own otherwise")
-    parser.add_argument("--only", help="encodings, base or finetune; names of jobs go, too: rope-s0,base100-s0")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="save and stop after so many")
-    parser.add_argument("--runs", help="the folder of runs; runs/matrix-SIZE otherwise")
-    parser.add_argument("--out", help="the rows; results/matrix.jsonl (or matrix-SIZE.jsonl) otherwise")
-    args = parser.parse_args()
+    args = parse_arguments()
     check(args.size in SIZES, "size", args.size, f"one of {', '.join(SIZES)}")
     size = SIZES[args.size]
     runs = args.runs or f"runs/matrix-{args.size}"
     out = Path(args.out or f"results/matrix{'' if args.size == 'default' else '-' + args.size}.jsonl")
-    seeds = tuple(int(x) for x in args.seeds.split(",")) if args.seeds else size.seeds
-    jobs = plan(size, seeds)
-    if args.only:
-        wanted = args.only.split(",")
-        known = {x for job in jobs for x in (job.part, job.name)}
-        for x in wanted:
-            check(x in known, "--only", x, f"encodings, base, finetune or a job such as {jobs[0].name}")
-        jobs = [job for job in jobs if job.part in wanted or job.name in wanted]
-    rows = read(out) if out.exists() else []
-    todo = [job for job in jobs if job.name not in {row["name"] for row in rows}]
+    jobs = select_jobs(plan(size, parse_seeds(args.seeds) if args.seeds else size.seeds), args.only)
+    rows = read_rows(out) if out.exists() else []
+    finished = {row["name"] for row in rows}
+    todo = [job for job in jobs if job.name not in finished]
     left = sum(minutes(job, size) for job in todo)
-    print(f"{len(jobs)} jobs, {len(todo)} to do: about {left / 60:.1f} h at {size.rates[0]:,.0f} tokens/s of training")
+    print(
+        f"{len(jobs)} jobs, {len(todo)} to do: about {left / 60:.1f} h at {size.train_rate:,.0f} tokens/s of training"
+    )
+
     deadline = time.monotonic() + 60 * args.minutes
     for i, job in enumerate(todo):
         print(f"\n=== {job.name} ({i + 1} of {len(todo)}; about {left / 60:.1f} h left) ===", flush=True)
         try:
-            rows += do(job, size, runs, deadline)
+            rows += run_job(job, size, runs, deadline)
         except Stopped:
-            sys.exit(f"stopped: {i} jobs done, {len(todo) - i} left; the same command goes on from there")
+            sys.exit(f"stopped: {i} jobs done, {len(todo) - i} left; run the same command again to resume")
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        checkpoint.write_atomically(out, lambda f, text=text: f.write(text.encode()))
+        write_atomically(out, lambda f, text=text: f.write(text.encode()))
         left -= minutes(job, size)
     print(f"\nrows: {out}   next: python -m studies.claims, studies.tables, studies.figures")
 
 
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("size", nargs="?", default="default", help=", ".join(SIZES))
+    parser.add_argument("--seeds", help="such as 0 or 0,1,2; without it, those of the size")
+    parser.add_argument("--only", help="parts (encodings, base, finetune) or names of jobs: rope-s0,base100-s0")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="save and stop after this time")
+    parser.add_argument("--runs", help="the folder of runs; without it, runs/matrix-SIZE")
+    parser.add_argument("--out", help="the rows; without it, results/matrix.jsonl (or matrix-SIZE.jsonl)")
+    return parser.parse_args()
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    names = text.split(",")
+    check(all(name.isdecimal() for name in names), "--seeds", text, "whole numbers, such as 0 or 0,1,2")
+    return tuple(map(int, names))
+
+
+def select_jobs(jobs: list[Job], only: str | None) -> list[Job]:
+    """The jobs whose part or name is in `only`, a list with commas; all of them for None."""
+    if not only:
+        return jobs
+    wanted = only.split(",")
+    known = {name for job in jobs for name in (job.part, job.name)}
+    for name in wanted:
+        check(name in known, "--only", name, f"encodings, base, finetune or a job such as {jobs[0].name}")
+    return [job for job in jobs if job.part in wanted or job.name in wanted]
+
+
 if __name__ == "__main__":
-    one_line_errors(main)()
+    user_errors_in_one_line(main)()

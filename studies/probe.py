@@ -1,158 +1,227 @@
 """Does a run use far context, or does it only not break? python -m studies.probe run=recall ctx=2048 scaling=ntk
 
-Texts of n tokens whose answer stands at a known distance, scored by nats per answer token and by accuracy, for every n
-and distance, without scaling, under the window control, and with the scaling asked for. Right answers from further away
-than L are use of far context; the control cannot give them. A run trained on data=recall or data=copy is asked for the
-notes that it was trained to recall; any other for a passage of real text that another document interrupts.
+The model reads texts of n tokens that end in an answer, which stands once before at a known distance. Scored are nats
+per answer token and accuracy, for every n and distance, without scaling, with the window control and with the requested
+scaling. Right answers from further away than L show use of far context; the window control cannot give them. Runs
+trained on data=recall or data=copy are tested with the notes that they were trained to recall, any other run with a
+passage of real text that another document interrupts.
 """
 
 import random
-import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import hydra
 import torch
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from torch import Tensor
-from tqdm import tqdm
 
-import eval as evaluation
-from conf.errors import entry, one_line_errors
-from conf.registry import ROOT, usual
-from conf.schema import eval_config
-from data import recall, tokens
-from model import checkpoint, gpt, runtime, scaling
-from model.scaling import Scaled
+from conf.eval_schema import EvalConfig, eval_config
+from conf.hydra_patches import exp_selects_runs, run_main, sweep_job
+from conf.registry import ROOT
+from data.corpora import recall
+from data.corpus import Corpus, HeldOut
+from engine import device as devices
+from engine.progress import progress_bar
+from engine.run import Run
+from measure.curves import write_jsonl
+from measure.evaluation import NONE, WINDOW, Method, requested_method
+from model.gpt import GPT
+from model.scaling import ContextChange
 
-CUE, ANSWER = 8, 16  # tokens of a passage of real text: those that say which it is, and those that are scored
+CUE, ANSWER = 8, 16  # tokens of a passage of real text: the first identify the passage, the others are scored
 EXAMPLES = 64  # of each length and distance; 95 % of accuracy is then within 12 points
+TOKENS_PER_PASS = 8192
 
 
-@dataclass
+@dataclass(frozen=True)
+class Probe:
+    """A kind of text that ends in an answer which stands once before."""
+
+    description: str
+    answer: int  # tokens that are scored, at the end of the text
+    shortest: int  # the smallest distance between the two places
+    chance: float  # accuracy of guessing
+    example: Callable[[int, int, int], list[int]]  # (n, distance, seed) -> n + 1 tokens
+
+
+@dataclass(frozen=True)
 class Cell:
+    """The result of one method at one length and distance."""
+
     n: int
     distance: int
     nats: float  # per answer token
     accuracy: float  # of answer tokens
 
 
+# ---- the two kinds of text ----
+
+
+def probe_of(run: Run) -> Probe:
+    """The probe that suits the run's corpus."""
+    return notes_probe(run.corpus, run.cfg.data) if run.cfg.data["kind"] == "recall" else copy_probe(run.corpus)
+
+
+def notes_probe(corpus: Corpus, data: dict) -> Probe:
+    """Notes in the lines of held-out documents, as the corpus `recall` trains them. data: its settings."""
+    key, answer = data["key"], data["answer"]
+    texts = [corpus.encoding.decode(document.tokens.tolist()) for document in corpus.held_out]
+
+    def example(n: int, distance: int, seed: int) -> list[int]:
+        return recall.probe(texts, corpus.encoding.encode_ordinary, n, distance, seed, key, answer)
+
+    return Probe(f"recall {answer} letters of a note", answer, key + answer + 8, recall.CHANCE, example)
+
+
+def copy_probe(corpus: HeldOut) -> Probe:
+    """A passage of a held-out document, repeated after a part of another one."""
+
+    def example(n: int, distance: int, seed: int) -> list[int]:
+        return copy_of_text(corpus, n, distance, seed)
+
+    return Probe(f"copy {ANSWER} tokens of real text", ANSWER, 64, 0.0, example)
+
+
+def copy_of_text(corpus: HeldOut, n: int, distance: int, seed: int) -> list[int]:
+    """n + 1 tokens: a passage of CUE + ANSWER tokens, twice, `distance` tokens apart, in another held-out document."""
+    rng = random.Random(f"copy of text {seed}")
+    size = CUE + ANSWER
+    # Two documents, and where the passage starts in the first and the surrounding text in the second
+    a, b = rng.sample([d.tokens for d in corpus.held_out if len(d.tokens) > n + size], 2)
+    start_a, start_b = rng.randrange(len(a) - size), rng.randrange(len(b) - n - size)
+    passage, other = a[start_a : start_a + size].tolist(), b[start_b : start_b + n + size].tolist()
+    before, between = other[distance - size :], other[: distance - size]
+    return [*before, *passage, *between, *passage][-n - 1 :]
+
+
+# ---- measuring ----
+
+
 def grid(ctx: int, shortest: int) -> list[tuple[int, int]]:
-    """(n, distance) for n and distance in 64, 128, ... ctx and 32, 64, ... below n."""
+    """(n, distance) for n in 64, 128, ... ctx and distance in 32, 64, ... below n."""
     lengths = sorted({64 * 2**k for k in range(ctx.bit_length()) if 64 * 2**k < ctx} | {ctx})
     distances = [2**k for k in range(5, ctx.bit_length())]
     return [(n, d) for n in lengths for d in distances if shortest <= d <= n - 32]
 
 
-def copy_of_text(corpus: tokens.Corpus, n: int, distance: int, seed: int) -> list[int]:
-    """n + 1 tokens: a passage of CUE + ANSWER tokens, twice, `distance` tokens apart, in another held-out document."""
-    rng = random.Random(f"copy of text {seed}")
-    size = CUE + ANSWER
-    a, b = rng.sample([d.tokens for d in corpus.held_out if len(d.tokens) > n + size], 2)
-    start_a, start_b = rng.randrange(len(a) - size), rng.randrange(len(b) - n - size)
-    passage, other = a[start_a : start_a + size].tolist(), b[start_b : start_b + n + size].tolist()
-    between = other[: distance - size]
-    return [*other[distance - size :], *passage, *between, *passage][-n - 1 :]
-
-
 @torch.inference_mode()
-def score(model: gpt.GPT, texts: Tensor, answer: int, scaled: Scaled) -> tuple[float, float]:
-    """(nats per answer token, accuracy) of texts [B, n + answer], whose last `answer` tokens are scored."""
-    logits = model.scores(texts[:, :-1], answer, scaled).float()
-    want = texts[:, -answer:]
-    nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), want.flatten()).item()
-    return nats, (logits.argmax(-1) == want).float().mean().item()
+def score(model: GPT, texts: Tensor, answer: int, change: ContextChange) -> tuple[float, float]:
+    """(nats per answer token, accuracy) of texts, int64 [B, n + 1], whose last `answer` tokens are scored."""
+    logits = model.last_logits(texts[:, :-1], answer, change).float()  # [B, answer, V]
+    targets = texts[:, -answer:]
+    nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+    return nats, (logits.argmax(-1) == targets).float().mean().item()
+
+
+def measure(run: Run, probe: Probe, methods: list[Method], ctx: int, dtype: str) -> dict[str, list[Cell]]:
+    """label of the method -> a cell for every length and distance of the grid."""
+    device = next(run.model.parameters()).device
+    results: dict[str, list[Cell]] = {method.label: [] for method in methods}
+    cells = grid(ctx, probe.shortest)
+    bar = progress_bar(len(methods) * EXAMPLES * sum(n for n, _ in cells))
+    for n, distance in cells:
+        texts = torch.tensor([probe.example(n, distance, seed) for seed in range(EXAMPLES)], device=device)
+        passes = texts.split(max(1, TOKENS_PER_PASS // n))
+        for method in methods:
+            change = run.change(method.scalings, n, ctx)
+            with devices.autocast(device, dtype):
+                scores = [score(run.model, part, probe.answer, change) for part in passes]
+            nats, accuracy = (sum(values) / len(values) for values in zip(*scores, strict=True))
+            results[method.label].append(Cell(n, distance, nats, accuracy))
+            bar.update(EXAMPLES * n)
+    bar.close()
+    return results
+
+
+# ---- the command ----
 
 
 @hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="eval")
-@one_line_errors
+@sweep_job
 def main(hydra_cfg: DictConfig) -> None:
-    cfg = eval_config(hydra_cfg)
-    ctx = max(cfg.ctx) if isinstance(cfg.ctx, list) else cfg.ctx
-    name, why = evaluation.choose(cfg, ctx)
-    device = runtime.pick_device(cfg.device)
-    state = checkpoint.load(Path(cfg.runs) / name, device)
-    train = state["cfg"]
-    corpus = tokens.prepare(train.data, cfg.cache)
-    if train.data["kind"] == "recall":
-        key, answer = train.data["key"], train.data["answer"]
-        task, shortest, chance = f"recall {answer} letters of a note", key + answer + 8, recall.CHANCE
-        texts = [corpus.encoding.decode(d.tokens.tolist()) for d in corpus.held_out]
-    else:
-        task, answer, shortest, chance = f"copy {ANSWER} tokens of real text", ANSWER, 64, 0.0
+    probe_run(eval_config(hydra_cfg))
 
-    def example(n: int, distance: int, seed: int) -> list[int]:
-        if train.data["kind"] == "recall":
-            return recall.probe(texts, corpus.encoding.encode_ordinary, n, distance, seed, key, answer)
-        return copy_of_text(corpus, n, distance, seed)
 
-    model = gpt.build(train, corpus.vocab_size).to(device).eval()
-    model.load_state_dict(state["model"])
-    trained, own = gpt.trained(train, model.pos), gpt.own_scaling(train, model.pos)
-    plus = [usual("scaling", k) for k in cfg.plus]
-    asked = " + ".join([evaluation.label(HydraConfig.get().runtime.choices["scaling"], cfg.scaling), *cfg.plus])
-    methods = {"none": [usual("scaling", "none")], "window": [usual("scaling", "window")], asked: [cfg.scaling, *plus]}
-    print(f"run: {name} ({why}): pos={train.pos['kind']}, trained at ctx {train.ctx}; task: {task}")
+def probe_run(cfg: EvalConfig) -> None:
+    """Measure, print a table, and write rows and a figure to runs/NAME/eval/probe/."""
+    ctx, requested = cfg.longest_ctx, requested_method(cfg)
+    device = devices.start(cfg.device, cfg.kernel)
+    run = Run.open(
+        cfg.run,
+        runs=cfg.runs,
+        cache=cfg.cache,
+        device=device,
+        ctx=ctx,
+        scalings=requested.scalings,
+        exp=cfg.trained_with,
+    )
+    probe = probe_of(run)
+    methods = [NONE, WINDOW]
+    if requested not in methods:
+        methods.append(requested)
+    print(f"{run.describe()}\ntask: {probe.description}")
 
-    results: dict[str, list[Cell]] = {k: [] for k in methods}
-    cells = grid(ctx, shortest)
-    for n, distance in tqdm(cells, dynamic_ncols=True, mininterval=0.5 if sys.stderr.isatty() else 15):
-        encoded = torch.tensor([example(n, distance, seed) for seed in range(EXAMPLES)], device=device)
-        for curve, knobs in methods.items():
-            scaled = scaling.on_top(own, scaling.resolve(knobs[0], trained, n, ctx, knobs[1:]))
-            with runtime.autocast(device, cfg.dtype):
-                parts = [score(model, part, answer, scaled) for part in encoded.split(max(1, 8192 // n))]
-            results[curve].append(Cell(n, distance, *(sum(x) / len(x) for x in zip(*parts, strict=True))))
-    report(results, trained.reach, chance)
-    folder = Path(cfg.runs) / name / "eval" / "probe"
-    rows = [{"run": name, "task": task, "label": k, **vars(cell)} for k, cells in results.items() for cell in cells]
-    evaluation.write_rows(folder / f"{asked.replace(' ', '-')}-ctx{ctx}.jsonl", rows)
-    picture = folder / f"{asked.replace(' ', '-')}-ctx{ctx}.png"
-    draw(results, trained.reach, chance, f"{name}: {task}, pos={train.pos['kind']}", picture)
+    results = measure(run, probe, methods, ctx, cfg.dtype)
+    trained_ctx = run.context.longest_trained_ctx
+    print_table(results, trained_ctx, probe.chance)
+    folder = run.folder / "eval" / "probe"
+    name = f"{requested.label.replace(' ', '-')}-ctx{ctx}"
+    rows = [
+        {"run": run.name, "task": probe.description, "label": label, **asdict(cell)}
+        for label, cells in results.items()
+        for cell in cells
+    ]
+    write_jsonl(folder / f"{name}.jsonl", rows)
+    title = f"{run.name}: {probe.description}, pos={run.pos_name}"
+    draw(results, trained_ctx, probe.chance, title, folder / f"{name}.png")
     print(f"rows and picture: {folder}/")
 
 
-def report(results: dict[str, list[Cell]], reach: int, chance: float) -> None:
+def print_table(results: dict[str, list[Cell]], trained_ctx: int, chance: float) -> None:
+    """A line for each length and distance, a column for each method."""
     print("accuracy in % (nats per answer token)" + (f"; chance {100 * chance:.0f} %" if chance else ""))
-    print(f"{'n':>6}{'distance':>10}" + "".join(f"{k[:20]:>22}" for k in results))
+    print(f"{'n':>6}{'distance':>10}" + "".join(f"{label[:20]:>22}" for label in results))
     for cells in zip(*results.values(), strict=True):
         n, distance = cells[0].n, cells[0].distance
-        where = "  distance past L" if distance >= reach else "  n past L" if n > reach else ""
-        print(f"{n:>6}{distance:>10}" + "".join(f"{100 * c.accuracy:>14.0f} ({c.nats:5.2f})" for c in cells) + where)
+        note = "  distance past L" if distance >= trained_ctx else "  n past L" if n > trained_ctx else ""
+        values = "".join(f"{100 * cell.accuracy:>14.0f} ({cell.nats:5.2f})" for cell in cells)
+        print(f"{n:>6}{distance:>10}{values}{note}")
 
 
-def draw(results: dict[str, list[Cell]], reach: int, chance: float, title: str, path: Path) -> None:
-    """A panel for each curve: accuracy by context length and distance."""
+def draw(results: dict[str, list[Cell]], trained_ctx: int, chance: float, title: str, path: Path) -> None:
+    """A panel for each method: accuracy by context length and distance."""
     import matplotlib.pyplot as plt
     import numpy as np
 
-    from studies import pictures
+    from measure import plots
 
     fig, axes = plt.subplots(1, len(results), figsize=(4.6 * len(results), 4.4), dpi=130, squeeze=False)
-    for ax, (name, cells) in zip(axes[0], results.items(), strict=True):
-        ns, ds = sorted({c.n for c in cells}), sorted({c.distance for c in cells})
-        values = np.full((len(ds), len(ns)), np.nan)
+    for ax, (label, cells) in zip(axes[0], results.items(), strict=True):
+        ns, distances = sorted({c.n for c in cells}), sorted({c.distance for c in cells})
+        values = np.full((len(distances), len(ns)), np.nan)  # nan: not measured, the distance is longer than n
         for c in cells:
-            values[ds.index(c.distance), ns.index(c.n)] = 100 * c.accuracy
+            values[distances.index(c.distance), ns.index(c.n)] = 100 * c.accuracy
         ax.imshow(values, origin="lower", cmap="viridis", vmin=0, vmax=100, aspect="auto")
         for (y, x), v in np.ndenumerate(values):
             if not np.isnan(v):
                 ax.text(x, y, f"{v:.0f}", ha="center", va="center", fontsize=8, color="white" if v < 60 else "black")
         ax.set_xticks(range(len(ns)), [str(n) for n in ns])
-        ax.set_yticks(range(len(ds)), [str(d) for d in ds])
+        ax.set_yticks(range(len(distances)), [str(d) for d in distances])
         ax.set_xlabel("context, n")
-        ax.set_title({"none": "no scaling", "window": "window control"}.get(name, name), fontsize=10, loc="left")
-        for mark, line in ((ns, ax.axvline), (ds, ax.axhline)):
-            if any(m > reach for m in mark):
-                line(sum(m <= reach for m in mark) - 0.5, color="#D55E00", linewidth=1.5)
+        ax.set_title({"none": "no scaling", "window": "window control"}.get(label, label), fontsize=10, loc="left")
+        # the trained context: a line between the last value inside it and the first one beyond
+        for values_of_axis, draw_line in ((ns, ax.axvline), (distances, ax.axhline)):
+            if values_of_axis[-1] > trained_ctx:
+                draw_line(sum(v <= trained_ctx for v in values_of_axis) - 0.5, color="#D55E00", linewidth=1.5)
     axes[0, 0].set_ylabel("distance of the answer, tokens")
     by_chance = f", chance {100 * chance:.0f} %" if chance else ""
-    title = f"{title}\naccuracy in %{by_chance}; orange: the trained context, {reach}"
+    title = f"{title}\naccuracy in %{by_chance}; orange: the trained context, {trained_ctx}"
     fig.suptitle(title, fontsize=10, x=0.01, ha="left")
     fig.tight_layout()
-    pictures.save(fig, path)
+    plots.save(fig, path)
 
 
 if __name__ == "__main__":
-    entry(main)
+    run_main(main, exp_selects_runs)

@@ -1,32 +1,41 @@
-"""What is published on extrapolation, as differences between rows of the matrix: the data of claims.py.
+"""Published claims about extrapolation, each as comparisons between rows of the matrix: the data of claims.py.
 
-Lengths of CLAIMS are in trained contexts: 2 * L is twice the context that the rows' models were trained at.
+Lengths in CLAIMS are in trained contexts: 2 * L is twice the context that the rows' models were trained at.
 """
 
+import csv
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from conf.errors import UserError
+from conf.registry import ROOT
+from studies.rows import Rows, document_losses
+
 L = 1.0
-SAME = 0.02  # nats per token: what counts as no worse (twice the noise of a rerun on other hardware)
+SAME = 0.02  # nats per token: the margin of "no worse" (twice the noise of a rerun on other hardware)
 
 
 @dataclass(frozen=True)
 class At:
-    """Rows of one condition: a run of the matrix (without its seed), how it is read, and at which length."""
+    """Rows of one condition: a run of the matrix (without its seed), the label of a method, and a length."""
 
     run: str
     label: str
     n: float
 
     def __str__(self) -> str:
-        how = "" if self.label == "none" else f" {self.label}"
-        return f"{self.run}{how} @{self.n:g}"
+        method = "" if self.label == "none" else f" {self.label}"
+        return f"{self.run}{method} @{self.n:g}"
 
 
 @dataclass(frozen=True)
 class Check:
-    """loss(a) - loss(b) > margin, nats per token; with less=True, < margin. absolute: of each document's difference
-    the size, where what is claimed is that there is one, or none."""
+    """loss(a) - loss(b) > margin, nats per token; with less=True, < margin.
+
+    absolute: compare |difference| per document, for claims that a difference exists (or does not).
+    """
 
     a: At
     b: At
@@ -34,29 +43,69 @@ class Check:
     less: bool = False
     absolute: bool = False
 
+    def values(self, rows: Rows, at: At) -> dict[int, np.ndarray]:
+        """seed -> the values of a or b that are subtracted: nats per token of each document, [documents]."""
+        return document_losses(rows, at.run, at.label, int(at.n))
+
+
+@dataclass(frozen=True)
+class DecayCheck(Check):
+    """score(a) - score(b) > margin, where score is q . k / D of all-ones q and k at each distance from n on.
+
+    From results/decay.csv, the table of studies.decay, and not from the rows. The run of `a` and `b` is "decay base B".
+    """
+
+    def values(self, rows: Rows, at: At) -> dict[int, np.ndarray]:
+        """{0: q . k / D at each distance from n on, [distances - n]}. UserError if the table is missing."""
+        path = ROOT / "results/decay.csv"
+        column = f"{at.run.removeprefix('decay ')} {at.label}"
+        try:
+            with path.open() as f:
+                scores = [float(row[column]) for row in csv.DictReader(f)]
+        except (OSError, KeyError, ValueError):
+            raise UserError(f"{path}: no table with a column `{column}`: first python -m studies.decay") from None
+        return {0: np.array(scores)[int(at.n) :]}
+
 
 @dataclass(frozen=True)
 class Claim:
+    """A published claim. It holds if all checks do."""
+
     text: str
     source: str
-    says: str  # at its own scale
+    reported: str  # what the source reports, at its scale
     checks: list[Check] = field(default_factory=list)
 
 
+# ---- abbreviations ----
+
+
 def worse(run: str, label: str, n: float, run_b: str, label_b: str, n_b: float, by: float = 0.0) -> Check:
+    """The first condition has a higher loss than the second, by more than `by`."""
     return Check(At(run, label, n), At(run_b, label_b, n_b), by)
 
 
 def no_worse(run: str, label: str, n: float, run_b: str, label_b: str, n_b: float) -> Check:
+    """The loss of the first condition is less than SAME above that of the second."""
     return Check(At(run, label, n), At(run_b, label_b, n_b), SAME, less=True)
 
 
-def shifts(run: str, less: bool) -> Check:
-    """The same text at positions 0 .. L/2 - 1 and L/2 .. L - 1."""
-    return Check(At(run, "shifted", L / 2), At(run, "unshifted", L / 2), SAME, less, absolute=True)
+def shift_changes(run: str) -> Check:
+    """The loss of the same text differs between positions 0 .. L/2 - 1 and L/2 .. L - 1."""
+    return Check(At(run, "shifted", L / 2), At(run, "unshifted", L / 2), SAME, absolute=True)
 
 
-DECAY = [(500, 5000), (5000, 50000)]
+def shift_changes_nothing(run: str) -> Check:
+    return Check(At(run, "shifted", L / 2), At(run, "unshifted", L / 2), SAME, less=True, absolute=True)
+
+
+def decays_less(base: int, than: int) -> Check:
+    """From distance L on, q . k is higher with this base than with a smaller one."""
+    return DecayCheck(At(f"decay base {base}", "score", L), At(f"decay base {than}", "score", L))
+
+
+# ---- the claims ----
+
 CLAIMS = [
     Claim(
         "Learned embeddings do not extrapolate",
@@ -257,7 +306,7 @@ CLAIMS = [
         "A larger base weakens the decay of q . k with distance",
         "Su et al., 2104.09864, 3.4.3; the published decay study",
         "in pictures, base 500 to 50000",
-        [Check(At(f"decay base {b}", "score", L), At(f"decay base {a}", "score", L)) for a, b in DECAY],
+        [decays_less(5000, than=500), decays_less(50000, than=5000)],
     ),
     Claim(
         "A smaller base reads further past L than a larger one",
@@ -281,12 +330,7 @@ CLAIMS = [
         "Absolute encodings are not shift-invariant",
         "Su et al., 2104.09864; Press et al., 2108.12409",
         "by construction",
-        [shifts(pos, less=False) for pos in ("learned", "sinusoidal")],
+        [shift_changes(pos) for pos in ("learned", "sinusoidal")],
     ),
-    Claim(
-        "RoPE is shift-invariant",
-        "Su et al., 2104.09864, 3.2",
-        "by construction",
-        [shifts("rope", less=True)],
-    ),
+    Claim("RoPE is shift-invariant", "Su et al., 2104.09864, 3.2", "by construction", [shift_changes_nothing("rope")]),
 ]

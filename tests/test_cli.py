@@ -1,5 +1,6 @@
 """What a user can get wrong: one line that names the setting, the value and what would be right; exit code 1."""
 
+import os
 import re
 import subprocess
 import sys
@@ -11,23 +12,25 @@ from hydra.core.global_hydra import GlobalHydra
 
 import compare
 import eval as evaluation
+import sample
 import train
-from conf.errors import entry
-from tests.conftest import ROOT, choices, command
+from conf.errors import UserError
+from conf.hydra_patches import exp_selects_runs, run_main
+from tests.helpers import ROOT, choices, command, error_of, one_line_error, run_train
 
 SMOKE = ["exp=smoke", "name=x"]
 
 
-def say(main, argv: list[str], monkeypatch) -> str:
-    """The error line that this command line ends with."""
-    GlobalHydra.instance().clear()
-    monkeypatch.setattr(sys, "argv", ["script.py", *argv])
-    with pytest.raises(SystemExit) as stop:
-        entry(main)
-    message = stop.value.code
-    assert isinstance(message, str), message  # sys.exit(text) prints it to stderr and exits with 1
-    assert message.startswith("error: ") and "\n" not in message and len(message) < 400, message
-    return message
+def run_train_command() -> None:
+    run_main(train.main)
+
+
+def run_eval_command() -> None:
+    run_main(evaluation.main, exp_selects_runs)
+
+
+def run_sample_command() -> None:
+    run_main(sample.main)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +83,7 @@ def say(main, argv: list[str], monkeypatch) -> str:
 )
 def test_train_says_what_is_wrong_and_writes_no_run(argv, right, here, monkeypatch):
     smoke = [] if any(a.startswith("name=") for a in argv) else SMOKE
-    assert re.search(right, say(train.main, [*(smoke or SMOKE[:1]), *argv], monkeypatch))
+    assert re.search(right, error_of(run_train_command, [*(smoke or SMOKE[:1]), *argv], monkeypatch))
     assert not list(here.glob("runs/*/ckpt.pt"))
     assert not list(here.glob("outputs")) and not list(here.glob("multirun"))
 
@@ -89,12 +92,42 @@ def test_train_says_what_is_wrong_and_writes_no_run(argv, right, here, monkeypat
     "argv, right",
     [
         (["scaling=ntkk"], r"Could not find 'scaling/ntkk'.* dynamic_ntk, .*none, ntk, .*pi, .*yarn"),
-        (["scaling=pi", "scaling.factor=half"], r"scaling\.factor=half: must be auto, fixed or a number"),
-        (["scaling=dynamic_ntk", "scaling.factor=4"], r"factor"),
-        (["protocol=passkey"], r"protocol=passkey: must be matched, sliding or prefix"),
-        (["protocol=sliding", "stride=0"], r"stride=0: must be at least 1"),
+        (["task=passkey"], r"Could not find 'task/passkey'.* matched, prefix, sliding"),
         (["plus=nothing"], r"plus=nothing: must be one of dynamic_hf, "),
         (["plus=[logn,3]"], r"plus=3: must be one of dynamic_hf, "),
+        (["ctx=-5"], r"ctx=-5: must be a whole number of at least 1"),
+        (["ctx=abc"], r"ctx=abc: must be a whole number"),
+        (["ctx=[64,x]"], r"ctx=\[64, 'x'\]: must be a whole number"),
+        (["documents=0"], r"documents=0: must be at least 1"),
+        (["by_position=maybe"], r"by_position.*maybe|maybe.*by_position"),
+        (["run=nobody"], r"run=nobody: no trained run of that name in runs/"),
+        ([], r"no trained run in runs/: first: python train\.py pos=rope"),
+    ],
+)
+def test_eval_says_what_is_wrong(argv, right, here, monkeypatch):
+    assert re.search(right, error_of(run_eval_command, argv, monkeypatch))
+
+
+@pytest.fixture(scope="module")
+def one_run(tmp_path_factory, cache) -> Path:
+    """A folder with runs/x, a smoke run of one step."""
+    folder = tmp_path_factory.mktemp("one_run")
+    (folder / ".cache").symlink_to(cache)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run_train("steps=1", "name=x")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "argv, right",
+    [
+        (["scaling=pi", "scaling.factor=half"], r"scaling\.factor=half: must be auto, fixed or a number"),
+        (["scaling=dynamic_ntk", "scaling.factor=4"], r"factor"),
+        (["task.kind=passkey"], r"task\.kind=passkey: no measure/tasks/passkey\.py"),
+        (["task=sliding", "task.stride=0"], r"task\.stride=0: must be at least 1"),
+        (["task.scored_tokens=few"], r"task\.scored_tokens=few: must be of type int"),
+        (["task=prefix", "+task.stride=4"], r"task\.stride=4: no such setting of task=prefix, which has none"),
         (["scaling=ntk", "plus=pi"], r"two methods change the same thing \(inv_freq\)"),
         (["scaling=longrope"], r"scaling\.long=None: must be a list of 16 numbers above 0"),
         (["scaling=rerope", "scaling.size=65"], r"scaling\.size=65: must be between 1 and the trained context, 64"),
@@ -106,25 +139,14 @@ def test_train_says_what_is_wrong_and_writes_no_run(argv, right, here, monkeypat
         (["scaling=dynamic_hf", "scaling.hf_factor=0"], r"scaling\.hf_factor=0: must be at least 1"),
         (["scaling=ntk_by_parts", "scaling.alpha=40"], r"scaling\.beta=32\.0: must be greater than alpha=40"),
         (["scaling=llama3", "scaling.low_freq_factor=5"], r"scaling\.high_freq_factor=4\.0: must be greater than low"),
-        (["ctx=-5"], r"ctx=-5: must be at least score=64"),
-        (["ctx=abc"], r"ctx=abc: must be a whole number"),
-        (["ctx=[64,x]"], r"ctx=\[64, 'x'\]: must be a whole number"),
-        (["score=0"], r"score=0: must be at least 1"),
-        (["documents=0"], r"documents=0: must be at least 1"),
+        (["ctx=32"], r"ctx=32: must be at least 64 with task=matched"),
+        (["task.scored_tokens=0"], r"task\.scored_tokens=0: must be at least 1"),
         (["run=nobody"], r"run=nobody: no trained run of that name in runs/"),
-        ([], r"no trained run in runs/: first: python train\.py pos=rope"),
     ],
 )
-def test_eval_says_what_is_wrong(argv, right, here, monkeypatch):
-    if argv and argv[0].startswith("scaling=") and argv[0] != "scaling=ntkk":  # needs a run to be applied to
-        train_one(here)
-    assert re.search(right, say(evaluation.main, argv, monkeypatch))
-
-
-def train_one(here: Path) -> None:
-    from tests.conftest import run_train
-
-    run_train("steps=1", "name=x")
+def test_eval_of_a_run_says_what_is_wrong(argv, right, one_run, monkeypatch):
+    monkeypatch.chdir(one_run)
+    assert re.search(right, error_of(run_eval_command, argv, monkeypatch))
 
 
 def test_eval_exp_picks_the_runs_of_an_experiment(here):
@@ -136,22 +158,65 @@ def test_eval_exp_picks_the_runs_of_an_experiment(here):
 
 def test_triton_where_it_cannot_run_is_one_line(here):
     done = command("train.py", *SMOKE, "kernel=triton", "device=cpu", cwd=here, TRITON_INTERPRET="0")
-    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
-    assert "error: kernel=triton: device=cpu is not a CUDA device" in done.stderr
+    assert "kernel=triton: device=cpu is not a CUDA device" in one_line_error(done)
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_compare_without_runs(here, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["compare.py"])
-    with pytest.raises(ValueError, match=r"no evaluated curve in runs/: first: python eval\.py"):
-        compare.main()
+    assert "no evaluated curve in runs/: first: python eval.py" in error_of(compare.main, [], monkeypatch)
+
+
+# ---- the user's mistakes and ours ----
+
+
+COMMANDS = {
+    "train": (run_train_command, train, "train"),
+    "eval": (run_eval_command, evaluation, "evaluate"),
+    "sample": (run_sample_command, sample, "sample"),
+    "compare": (compare.main, compare, "read_curves"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_user_error_is_one_line_and_any_other_error_keeps_its_traceback(name, here, monkeypatch):
+    run, module, function = COMMANDS[name]
+    raised: list[Exception] = [UserError("x=1: must be 2")]
+
+    def fail(*args):
+        raise raised[0]
+
+    monkeypatch.setattr(module, function, fail)
+    assert error_of(run, [], monkeypatch) == "error: x=1: must be 2"
+    raised[0] = ValueError("a bug of ours")
+    GlobalHydra.instance().clear()
+    with pytest.raises(ValueError, match="a bug of ours") as bug:
+        run()
+    assert not isinstance(bug.value, UserError) and any(entry.name == "fail" for entry in bug.traceback)
+
+
+def test_a_bug_shows_its_traceback_to_the_user(here):
+    """In a process: Hydra's own report of errors, which hides all frames of ours, is out of the way."""
+    code = "import train; from conf.hydra_patches import run_main; train.check_settings = None; run_main(train.main)"
+    start = [sys.executable, "-c", code, *SMOKE]
+    done = subprocess.run(start, cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "error: " not in done.stderr
+    assert "check_settings(cfg)" in done.stderr and "TypeError: 'NoneType' object is not callable" in done.stderr
+
+
+def test_HYDRA_FULL_ERROR_shows_the_traceback_of_a_user_error(here, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(sys, "argv", ["train.py", *SMOKE, "steps=0"])
+    GlobalHydra.instance().clear()
+    with pytest.raises(UserError, match="steps=0: must be at least 1"):
+        run_train_command()
 
 
 def test_gpt2_tokenizer_without_network_is_one_line(here):
     """For real: a proxy that refuses stands for a machine with no network."""
     nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "TIKTOKEN_CACHE_DIR": "tik"}
     done = command("train.py", *SMOKE, "data.tokenizer=gpt2", cwd=here, **nowhere)
-    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
-    assert "error: data.tokenizer=gpt2: its ranks could not be downloaded" in done.stderr
+    assert "data.tokenizer=gpt2: its ranks could not be downloaded" in one_line_error(done)
+    assert len(done.stderr.strip().splitlines()) == 1
     assert not list(here.glob(".cache/sympy-gpt2*"))
 
 
@@ -206,7 +271,7 @@ def test_multirun_trains_and_evaluates_each(here):
 
 def test_the_readme_names_every_choice_and_every_file():
     text = (ROOT / "README.md").read_text()
-    for group in ("pos", "scaling", "data", "model"):
+    for group in ("pos", "scaling", "data", "model", "task"):
         for name in choices(group):
             assert f"`{name}`" in text, f"README.md does not name {group}={name}"
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True).stdout.split()

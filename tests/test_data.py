@@ -1,5 +1,6 @@
 """Corpora, tokenizers, the cache and batches."""
 
+import inspect
 from collections import Counter
 from pathlib import Path
 
@@ -8,8 +9,14 @@ import pytest
 import tiktoken
 import torch
 
-from data import sympy, tokenizer, tokens
-from tests.conftest import train_settings
+from conf.errors import UserError
+from conf.registry import choices, load_kind, yaml_values
+from data import batches, tokenizer
+from data import corpus as corpora
+from data.batches import batch
+from data.corpora import sympy
+from data.held_out import long_documents, validation_windows
+from tests.helpers import train_settings
 
 TEXT = {"kind": "text", "files": "docs/*.txt", "tokenizer": "bpe", "vocab_size": 300, "holdout": 2}
 
@@ -17,7 +24,7 @@ TEXT = {"kind": "text", "files": "docs/*.txt", "tokenizer": "bpe", "vocab_size":
 @pytest.fixture
 def docs(here) -> Path:
     """Six documents of real words, of different lengths."""
-    words = (tokenizer.__doc__ + tokens.__doc__ + sympy.__doc__).split()
+    words = (tokenizer.__doc__ + corpora.__doc__ + sympy.__doc__).split()
     (here / "docs").mkdir()
     for i in range(6):
         text = " ".join(words[(7 * i + j * (i + 1)) % len(words)] for j in range(100 + 60 * i)) + f" Ω{i}\n"
@@ -34,28 +41,29 @@ def test_sympy_is_154_long_files():
 
 def test_sympy_says_what_to_install_when_it_differs(monkeypatch):
     monkeypatch.setattr(sympy, "SHA256", "0" * 64)
-    with pytest.raises(ValueError, match=r"pip install -I sympy==1\.14\.0"):
+    with pytest.raises(UserError, match=r"pip install -I sympy==1\.14\.0"):
         list(sympy.documents())
 
 
 def test_split_holds_out_whole_documents_from_the_longest_down():
     documents = [(f"d{i}", "x" * (i + 1)) for i in range(10)]
-    train, held_out = tokens.split(documents, 3)
+    train, held_out = corpora.split(documents, 3)
     assert [name for name, _ in held_out] == ["d9", "d6", "d3"]
     assert sorted(train + held_out) == sorted(documents)
-    assert len(tokens.split(documents, 100)[1]) == 4
+    assert len(corpora.split(documents, 100)[1]) == 4
 
 
 def test_default_corpus_has_room_for_long_contexts(here):
-    corpus = tokens.prepare(train_settings().data, ".cache")
+    corpus = corpora.prepare(train_settings().data, ".cache")
     lengths = [len(d.tokens) for d in corpus.held_out]
     assert len(lengths) == 32 and sum(n > 8192 for n in lengths) == 32
     assert sum(n > 16384 for n in lengths) >= 24 and sum(n > 32768 for n in lengths) >= 6
-    assert corpus.bytes_per_token > 2.5
+    n_bytes = sum(corpus.token_bytes[d.tokens].sum() for d in corpus.held_out)
+    assert n_bytes / sum(lengths) > 2.5  # bytes per token
 
 
 def test_prepared_tokens_decode_to_the_documents(docs):
-    corpus = tokens.prepare(TEXT, ".cache")
+    corpus = corpora.prepare(TEXT, ".cache")
     texts = {p.read_text() for p in docs.glob("*.txt")}
     held_out = {corpus.encoding.decode(d.tokens.tolist()) for d in corpus.held_out}
     end = corpus.encoding.eot_token
@@ -73,46 +81,49 @@ def test_prepared_tokens_decode_to_the_documents(docs):
 def test_the_vocabulary_is_trained_on_training_documents_only(docs):
     longest = max(docs.glob("*.txt"), key=lambda p: p.stat().st_size)
     longest.write_text("zqzqzqzq " * 5000)  # held out; would be the first merge of all
-    corpus = tokens.prepare(TEXT, ".cache")
+    corpus = corpora.prepare(TEXT, ".cache")
     assert corpus.encoding.decode(corpus.held_out[0].tokens.tolist()).startswith("zqzq")
     assert b"zq" not in corpus.encoding._mergeable_ranks
 
 
 def test_cache_is_reused_keyed_and_rebuilt_when_damaged(docs, capsys):
-    first = tokens.prepare(TEXT, ".cache")
+    first = corpora.prepare(TEXT, ".cache")
     assert "preparing" not in capsys.readouterr().err
-    again = tokens.prepare(TEXT, ".cache")
+    again = corpora.prepare(TEXT, ".cache")
     assert again.key == first.key and capsys.readouterr().err == ""
     folder = next(Path(".cache").glob(f"*{first.key}"))
-    for damage in (
-        lambda: (folder / "val.bin").write_bytes(b"\0" * 10),
-        lambda: (folder / "train.bin").unlink(),
-        lambda: (folder / "meta.json").write_text("{"),
-        lambda: (folder / "ranks.tiktoken").write_text("nonsense"),
+    for name, content in (
+        ("val.bin", b"\0" * 10),
+        ("train.bin", None),
+        ("meta.json", b"{"),
+        ("ranks.tiktoken", b"nonsense"),
     ):
-        damage()
-        rebuilt = tokens.prepare(TEXT, ".cache")
+        if content is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes(content)
+        rebuilt = corpora.prepare(TEXT, ".cache")
         assert "damaged" in capsys.readouterr().err
         assert np.array_equal(rebuilt.train, first.train)
     others = [{**TEXT, "vocab_size": 301}, {**TEXT, "tokenizer": "bytes"}, {**TEXT, "holdout": 1}]
-    assert len({tokens.prepare(cfg, ".cache").key for cfg in [TEXT, *others]}) == 4
+    assert len({corpora.prepare(cfg, ".cache").key for cfg in [TEXT, *others]}) == 4
     (docs / "0.txt").write_text("changed")
-    assert tokens.prepare(TEXT, ".cache").key != first.key
-    assert not [p for p in Path(".cache").iterdir() if "." in p.name]  # nothing half-made is left
+    assert corpora.prepare(TEXT, ".cache").key != first.key
+    assert not [p for p in Path(".cache").iterdir() if "." in p.name]  # no temporary folder is left
 
 
 def test_a_cache_that_cannot_be_written_is_one_clear_error(docs):
     Path("blocked").write_text("a file where the cache folder should be")
-    with pytest.raises(ValueError, match=r"cache=blocked: cannot write blocked/text-bpe-.*: File exists"):
-        tokens.prepare(TEXT, "blocked")
+    with pytest.raises(UserError, match=r"cache=blocked: cannot write blocked/text-bpe-.*: File exists"):
+        corpora.prepare(TEXT, "blocked")
 
 
 def test_bytes_and_bpe_round_trip_any_text(docs):
     text = "def f(x):\n    return 'ünï' + x  # 1234567\t\r\n\n\n"
     for kind in ("bytes", "bpe"):
-        encoding = tokens.prepare({**TEXT, "tokenizer": kind}, ".cache").encoding
+        encoding = corpora.prepare({**TEXT, "tokenizer": kind}, ".cache").encoding
         assert encoding.decode(encoding.encode_ordinary(text)) == text
-    byte_tokens = tokens.prepare({**TEXT, "tokenizer": "bytes"}, ".cache").encoding.encode_ordinary(text)
+    byte_tokens = corpora.prepare({**TEXT, "tokenizer": "bytes"}, ".cache").encoding.encode_ordinary(text)
     assert byte_tokens == list(text.encode())
 
 
@@ -121,10 +132,18 @@ def test_gpt2_without_network_is_one_clear_line(monkeypatch):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    with pytest.raises(
-        ValueError, match=r"data\.tokenizer=gpt2: its ranks could not be downloaded \(ConnectionError\)"
-    ):
+    with pytest.raises(UserError, match=r"data\.tokenizer=gpt2: its ranks could not be downloaded \(ConnectionError\)"):
         tokenizer.build("gpt2", 0, [])
+
+
+@pytest.mark.parametrize("name", choices("data"))
+def test_every_corpus_takes_the_settings_of_its_yaml(name):
+    """Without reading a document: fingerprint and documents take the same knobs, which the yaml has."""
+    settings = yaml_values("data", name)
+    assert set(corpora.TOKENIZER_SETTINGS) <= settings.keys()
+    knobs = {k: v for k, v in settings.items() if k not in (*corpora.TOKENIZER_SETTINGS, "kind")}
+    for function in ("fingerprint", "documents"):
+        inspect.signature(load_kind("data.corpora", settings["kind"], function)).bind(**knobs)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +159,16 @@ def test_gpt2_without_network_is_one_clear_line(monkeypatch):
 def test_bad_globs_and_files(docs, files, content, message):
     if content is not None:
         (docs / "bad").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        tokens.prepare({**TEXT, "files": files}, ".cache")
+    with pytest.raises(UserError, match=message):
+        corpora.prepare({**TEXT, "files": files}, ".cache")
     assert not list(Path(".cache").glob("text-bpe-*.*"))
+
+
+def test_documents_tokenised_in_parts_give_the_same_corpus(docs, monkeypatch):
+    at_once = corpora.prepare(TEXT, "one").train
+    monkeypatch.setattr(corpora, "DOCUMENTS_AT_ONCE", 3)
+    in_parts = corpora.prepare(TEXT, "two").train
+    assert len(at_once) > 100 and np.array_equal(at_once, in_parts)
 
 
 # ---- batches and targets ----
@@ -150,43 +176,43 @@ def test_bad_globs_and_files(docs, files, content, message):
 
 def test_batch_is_a_pure_function_of_seed_and_step():
     stream = np.arange(10_000, dtype=np.uint16)
-    later, first = (tokens.batch(stream, step, seed=3, size=4, ctx=16) for step in (7, 0))
-    tokens._epoch.cache_clear()
-    assert torch.equal(tokens.batch(stream, 0, seed=3, size=4, ctx=16), first)
-    assert torch.equal(tokens.batch(stream, 7, seed=3, size=4, ctx=16), later)
+    later, first = (batch(stream, step, seed=3, size=4, ctx=16) for step in (7, 0))
+    batches._epoch.cache_clear()
+    assert torch.equal(batch(stream, 0, seed=3, size=4, ctx=16), first)
+    assert torch.equal(batch(stream, 7, seed=3, size=4, ctx=16), later)
     assert not torch.equal(first, later)
-    assert not torch.equal(tokens.batch(stream, 0, seed=4, size=4, ctx=16), first)
+    assert not torch.equal(batch(stream, 0, seed=4, size=4, ctx=16), first)
     assert first.shape == (4, 17) and first.dtype == torch.int64
     assert bool((first.diff(dim=1) == 1).all())  # windows of the stream as it is
 
 
-def test_an_epoch_reads_every_window_once():
+def test_an_epoch_visits_every_window_one_time():
     stream = np.arange(1000, dtype=np.uint16)
     per_epoch = (1000 - 1) // 16 - 1
-    rows = torch.cat([tokens.batch(stream, step, seed=0, size=1, ctx=16) for step in range(2 * per_epoch)])
+    rows = torch.cat([batch(stream, step, seed=0, size=1, ctx=16) for step in range(2 * per_epoch)])
     first, second = rows[:per_epoch, :-1].flatten().tolist(), rows[per_epoch:, :-1].flatten().tolist()
     assert max(Counter(first).values()) == max(Counter(second).values()) == 1
     assert len(set(first) | set(second)) > 960 and first != second
 
 
 def test_streams_and_documents_that_are_too_short_are_refused(docs):
-    with pytest.raises(ValueError, match="ctx=16: the training split has 30 tokens and must have more than 32"):
-        tokens.batch(np.arange(30), 0, seed=0, size=1, ctx=16)
-    corpus = tokens.prepare(TEXT, ".cache")
+    with pytest.raises(UserError, match="ctx=16: the training split has 30 tokens and must have more than 32"):
+        batch(np.arange(30), 0, seed=0, size=1, ctx=16)
+    corpus = corpora.prepare(TEXT, ".cache")
     longest = max(len(d.tokens) for d in corpus.held_out)
-    assert tokens.long_documents(corpus, longest - 1, 9)[1].shape == (1, longest)
+    assert long_documents(corpus, longest - 1, 9)[1].shape == (1, longest)
     with pytest.raises(
-        ValueError, match=f"ctx={longest}: the longest held-out document of this corpus allows {longest - 1}"
+        UserError, match=f"ctx={longest}: the longest held-out document of this corpus allows {longest - 1}"
     ):
-        tokens.long_documents(corpus, longest, 9)
-    with pytest.raises(ValueError, match="longest held-out document"):
-        tokens.validation(corpus, 10**6, 4)
+        long_documents(corpus, longest, 9)
+    with pytest.raises(UserError, match="longest held-out document"):
+        validation_windows(corpus, 10**6, 4)
 
 
 def test_validation_windows_are_held_out_text_and_never_cross_documents(docs):
-    corpus = tokens.prepare(TEXT, ".cache")
-    windows = tokens.validation(corpus, 20, 10)
-    whole = [d.tokens.tolist() for d in corpus.held_out]
+    corpus = corpora.prepare(TEXT, ".cache")
+    windows = validation_windows(corpus, 20, 10)
+    documents = [d.tokens.tolist() for d in corpus.held_out]
     for w in windows.tolist():
-        assert any(w == d[i : i + 21] for d in whole for i in range(len(d)))
+        assert any(w == d[i : i + 21] for d in documents for i in range(len(d)))
     assert len({tuple(w) for w in windows.tolist()}) == 10

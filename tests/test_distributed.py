@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from model import checkpoint, parallel
-from tests.conftest import ROOT, run_train
+from conf.errors import UserError
+from engine import checkpoint, distributed
+from engine.torchrun import ANOTHER_RANK_DIED, ManyProcesses
+from tests.helpers import ROOT, run_train
 
 STEPS = 120
 SETTINGS = ("exp=smoke", f"steps={STEPS}", "dtype=float32", "save_every=10", "val_every=40", "log_every=1")
@@ -55,7 +57,7 @@ def losses(folder: Path) -> list[float]:
     return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
-def far(a: dict, b: dict) -> float:
+def largest_difference(a: dict, b: dict) -> float:
     """The largest difference between the weights, or the moments, of two portable checkpoints."""
     assert a.keys() == b.keys() and a["model"].keys() == b["model"].keys()
     pairs = [(a["model"][k], b["model"][k]) for k in a["model"]]
@@ -90,22 +92,22 @@ def test_two_processes_train_as_one_does(here, alone):
     print(f"largest difference of {STEPS} losses: {gap:.1e}")
     assert len(one) == STEPS and gap < 1e-5 and one[-1] < one[0] - 0.5
     state = checkpoint.load(Path("runs/two"))
-    assert far(state, reference(alone)) < 1e-5
+    assert largest_difference(state, reference(alone)) < 1e-5
     assert state["validation"]["loss"] == pytest.approx(reference(alone)["validation"]["loss"], abs=1e-5)
     assert out.count("trained runs/two") == 1 and "on cpu, 2 processes" in out
 
 
-def test_a_run_goes_on_at_another_number_of_processes(here, alone):
-    """2 processes until SIGTERM, which all of them heed at the same step; one process does the rest."""
+def test_a_run_resumes_with_another_number_of_processes(here, alone):
+    """2 processes until SIGTERM, at which all of them stop after the same step; one process does the rest."""
     process = torchrun(2, "train.py", *SETTINGS, "name=x")
     wait_for(process, "runs/x/ckpt.pt")
     process.send_signal(signal.SIGTERM)
     code, out, _ = finish(process)
     step = checkpoint.load(Path("runs/x"))["step"]
     assert code != 0 and 10 <= step < STEPS
-    assert f"stopped: runs/x is saved at step {step} of {STEPS}; the same command goes on from there" in out
+    assert f"stopped: runs/x is saved at step {step} of {STEPS}; run the same command again to resume" in out
     run_train(*SETTINGS[1:], "name=x")
-    assert far(checkpoint.load(Path("runs/x")), reference(alone)) < 1e-5
+    assert largest_difference(checkpoint.load(Path("runs/x")), reference(alone)) < 1e-5
 
 
 def test_a_killed_process_ends_the_job_with_a_clear_line_and_nothing_is_lost(here, alone):
@@ -116,20 +118,22 @@ def test_a_killed_process_ends_the_job_with_a_clear_line_and_nothing_is_lost(her
     os.kill(second, signal.SIGKILL)
     code, out, err = finish(process)
     assert code != 0 and "trained" not in out
-    assert err.count("error: another process of this job ended, so this one cannot go on; the same command") == 1
+    assert err.count(f"error: {ANOTHER_RANK_DIED}") == 1
     state = checkpoint.load(Path("runs/x"))
     assert 10 <= state["step"] < STEPS
     run_train(*SETTINGS[1:], "name=x")
-    assert far(checkpoint.load(Path("runs/x")), reference(alone)) < 1e-5
+    assert largest_difference(checkpoint.load(Path("runs/x")), reference(alone)) < 1e-5
 
 
 def test_a_survivor_whose_collective_never_returns_is_ended(here):
     """A mutex locked twice hangs as a collective does: in C, where no signal handler of Python's can run."""
     code = """
 import ctypes
-from model import parallel, runtime
-parallel.GRACE = 0.5
-with runtime.Stop() as stop, parallel.survivor(stop):
+from engine import torchrun
+from engine.signals import StopSignal
+torchrun.SIGNAL_GRACE = 0.5
+ranks = object.__new__(torchrun.ManyProcesses)  # joins no process group
+with StopSignal() as stop, ranks.exit_if_a_rank_dies(stop):
     print("hanging", flush=True)
     mutex, c = ctypes.create_string_buffer(64), ctypes.CDLL(None)
     c.pthread_mutex_lock(mutex), c.pthread_mutex_lock(mutex)
@@ -139,12 +143,12 @@ with runtime.Stop() as stop, parallel.survivor(stop):
     assert process.stdout is not None and process.stdout.readline() == "hanging\n"
     time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
-    assert finish(process) == (1, "", f"error: {parallel.ALONE}\n")
+    assert finish(process) == (1, "", f"error: {ANOTHER_RANK_DIED}\n")
 
 
 def test_an_evaluation_is_the_same_to_the_bit(here, alone):
     """9 documents, which 2 processes cannot halve, and at the longer lengths several passes, so that both have some."""
-    settings = ("run=alone", "ctx=2048", "documents=9", "scaling=yarn", "positions=true", "protocol=sliding")
+    settings = ("run=alone", "ctx=2048", "documents=9", "scaling=yarn", "by_position=true", "task=sliding")
     (here / "runs").symlink_to(alone / "runs")
     read = {}
     for n in (1, 2):
@@ -155,7 +159,7 @@ def test_an_evaluation_is_the_same_to_the_bit(here, alone):
 
 
 def test_a_sharded_run_is_the_same_run_and_ends_in_one_portable_file(here, alone):
-    """Stopped and gone on with; in between there are shards only."""
+    """Stopped and resumed; in between there are shards only."""
     process = torchrun(2, "train.py", *SETTINGS, "name=x", "shard=true")
     wait_for(process, "runs/x/shards/*/plain.pt")
     process.send_signal(signal.SIGTERM)
@@ -163,19 +167,19 @@ def test_a_sharded_run_is_the_same_run_and_ends_in_one_portable_file(here, alone
     assert code != 0 and "stopped: runs/x is saved at step" in out and not Path("runs/x/ckpt.pt").exists()
     (shards,) = Path("runs/x/shards").iterdir()  # the newest alone is kept
     assert len(list(shards.glob("*.distcp"))) == 2  # both have written
-    with pytest.raises(ValueError, match=r"shard=True: needs more than one process"):
+    with pytest.raises(UserError, match=r"shard=True: needs more than one process"):
         run_train(*SETTINGS[1:], "name=x", "shard=true")
-    with pytest.raises(ValueError, match=r"runs/x was trained with other settings: shard=False \(the run has True\)"):
+    with pytest.raises(UserError, match=r"runs/x has other settings: shard=False \(the run has True\)"):
         run_train(*SETTINGS[1:], "name=x")
 
     out = succeed(torchrun(2, "train.py", *SETTINGS, "name=x", "shard=true"))
-    assert f"going on from step {shards.name}" in out
+    assert f"resumed at step {shards.name}" in out
     state = checkpoint.load(Path("runs/x"))
-    assert far(state, reference(alone)) < 1e-5 and not Path("runs/x/shards").exists()
+    assert largest_difference(state, reference(alone)) < 1e-5 and not Path("runs/x/shards").exists()
     assert state["validation"]["loss"] == pytest.approx(reference(alone)["validation"]["loss"], abs=1e-5)
 
 
-def test_a_batch_that_cannot_be_shared_is_one_line_and_nothing_is_written(here):
+def test_a_batch_that_cannot_be_split_is_one_line_and_nothing_is_written(here):
     code, _, err = finish(torchrun(3, "train.py", *SETTINGS, "name=x"))
     ours = [line for line in err.splitlines() if line.startswith("error")]
     assert code != 0 and ours == ["error: batch_tokens=512: must be a multiple of ctx x WORLD_SIZE = 64 x 3 = 192"]
@@ -183,7 +187,7 @@ def test_a_batch_that_cannot_be_shared_is_one_line_and_nothing_is_written(here):
 
 
 def test_the_readmes_slurm_script_saves_and_queues_again(here):
-    """SLURM's own commands stood in for: srun runs its arguments, scontrol writes down what it was asked."""
+    """With stand-ins for SLURM's commands: srun runs its arguments, scontrol records its own."""
     script = re.search(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "README.md").read_text(), flags=re.S)[1]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -210,34 +214,44 @@ def test_the_readmes_slurm_script_saves_and_queues_again(here):
     assert Path("asked").read_text() == "requeue 7\n"
 
 
-def test_shares_and_turns(monkeypatch):
-    """Every row and every piece of work is someone's, once; all have as many turns."""
+@pytest.fixture
+def two_ranks(monkeypatch) -> ManyProcesses:
+    """Rank 0 of 2, without a process group; the other rank answers 20 to everything."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    ranks = object.__new__(ManyProcesses)
+    monkeypatch.setattr(ranks, "interleave", lambda items: [*items, 20])
+    return ranks
+
+
+def test_rows_and_passes_are_split_over_the_ranks(monkeypatch):
+    """Every row and every pass belongs to one rank; all ranks have the same number of passes."""
+    ranks = object.__new__(ManyProcesses)
     for world in (1, 2, 3, 4):
-        rows, turns = [], []
+        rows, passes = [], []
         for rank in range(world):
             monkeypatch.setenv("WORLD_SIZE", str(world))
             monkeypatch.setenv("RANK", str(rank))
-            rows += range(12)[parallel.share(12 * 64, 64)]
-            turns.append(list(parallel.turns(7)))
-        assert rows == list(range(12)) and len({len(t) for t in turns}) == 1
-        assert sorted(i for t in turns for i, counts in t if counts) == list(range(7))
+            rows += range(12)[distributed.local_rows(12 * 64, 64)]
+            passes.append(list(ranks.shard_work(7)))
+        assert rows == list(range(12)) and len({len(p) for p in passes}) == 1
+        assert sorted(i for p in passes for i, counts in p if counts) == list(range(7))
 
 
-def test_processes_that_see_different_runs_are_told(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(parallel, "gather", lambda items: [*items, 20])
-    parallel.agree("the step that runs/x was saved at", 20)
+def test_processes_that_see_different_runs_get_an_error(two_ranks):
+    two_ranks.assert_same("the step that runs/x was saved at", 20)
     with pytest.raises(
-        ValueError, match=r"the step that runs/x was saved at differs between the processes \(\[None, 20"
+        UserError, match=r"the step that runs/x was saved at differs between the processes \(\[None, 20"
     ):
-        parallel.agree("the step that runs/x was saved at", None)
+        two_ranks.assert_same("the step that runs/x was saved at", None)
 
 
-def test_one_process_is_left_alone(monkeypatch):
+def test_one_process_joins_nothing(monkeypatch):
     """Without torchrun nothing is set up, whatever else is in the environment."""
     monkeypatch.setenv("WORLD_SIZE", "8")  # a leftover
     monkeypatch.delenv("RANK", raising=False)
-    parallel.join(torch.device("cpu"))
-    assert parallel.world() == 1 and not torch.distributed.is_initialized()
-    assert parallel.gather([1]) == [1] and parallel.total(0.1) == 0.1 and parallel.anyone(True)
+    ranks = distributed.join(torch.device("cpu"))
+    assert type(ranks) is distributed.OneProcess and ranks is distributed.ranks()
+    assert distributed.world() == 1 and not torch.distributed.is_initialized()
+    assert ranks.interleave([1]) == [1] and ranks.total(0.1) == 0.1 and ranks.any_rank(True)
+    assert list(ranks.shard_work(2)) == [(0, True), (1, True)]

@@ -1,13 +1,17 @@
 """exp=gpt2, FLOPs and MFU: by hand, and at reduced steps and width on local text."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 import train
-from model import checkpoint, gpt, runtime
-from tests.conftest import ROOT, composed, train_settings
+from engine import checkpoint
+from engine.gpu_peaks import peak_flops
+from engine.throughput import Throughput, flops_per_token
+from model import gpt
+from tests.helpers import ROOT, train_settings
 
 
 def test_flops_by_hand():
@@ -20,7 +24,7 @@ def test_flops_by_hand():
         model = gpt.GPT(cfg.model, gpt.build_encoding(cfg), 50304)
     assert model.n_parameters() == n
     # 6 N for the matrices forward and backward; 12 L H Q T for scores and sums over values, without causality
-    assert runtime.flops_per_token(n, cfg.model, cfg.ctx) == 6 * 123_587_328 + 12 * 12 * 12 * 64 * 1024 == 854_770_176
+    assert flops_per_token(n, cfg.model, cfg.ctx) == 6 * 123_587_328 + 12 * 12 * 12 * 64 * 1024 == 854_770_176
 
 
 @pytest.mark.parametrize(
@@ -34,8 +38,26 @@ def test_flops_by_hand():
 def test_peaks_are_known_or_not_guessed(gpu, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
     cuda = torch.device("cuda")
-    assert runtime.peak_flops(cuda, "bfloat16") == peak
-    assert runtime.peak_flops(cuda, "float32") is None and runtime.peak_flops(torch.device("cpu"), "bfloat16") is None
+    assert peak_flops(cuda, "bfloat16") == peak
+    assert peak_flops(cuda, "float32") is None and peak_flops(torch.device("cpu"), "bfloat16") is None
+
+
+def test_throughput_knows_the_peak_of_its_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    cuda = torch.device("cuda")
+    for settings, peak in (("dtype=bfloat16", 989e12), ("dtype=float32", None), ("attention=linear", None)):
+        assert Throughput(train_settings("dtype=bfloat16", settings), 1, cuda).peak == peak
+
+
+def with_peak(peak: float | None) -> type:
+    """A Throughput of a machine with this peak, FLOP/s."""
+
+    class WithPeak(Throughput):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.peak = peak
+
+    return WithPeak
 
 
 @pytest.mark.parametrize("pos", ["rope", "learned"])
@@ -52,14 +74,15 @@ def test_exp_gpt2_trains_on_local_text(pos, here, monkeypatch, capsys):
         def log(self, row: dict) -> None:
             logged.append(row)
 
-    class tracker:
-        __init__, __enter__, __exit__ = lambda s, *a: None, lambda s: Log(), lambda s, *a: None
+    @contextmanager
+    def tracker(*args):
+        yield Log()
 
-    monkeypatch.setattr(runtime, "tracker", tracker)
+    monkeypatch.setattr(train, "tracker", tracker)
     for name, peak in (("known", 1e12), ("unknown", None)):
-        monkeypatch.setattr(runtime, "peak_flops", lambda device, dtype, peak=peak: peak)
+        monkeypatch.setattr(train, "Throughput", with_peak(peak))
         logged.clear()
-        train.main(composed("train", "exp=gpt2", *small, f"pos={pos}", "steps=4", f"name={name}"))
+        train.train(train_settings("exp=gpt2", *small, f"pos={pos}", "steps=4", f"name={name}"))
         state, err = checkpoint.load(here / "runs" / name), capsys.readouterr().err
         rows = [row for row in logged if "train/loss" in row]
         assert state["step"] == 4 and len(state["model"]) > 12 * 4 and len(rows) == 2
@@ -72,16 +95,3 @@ def test_exp_gpt2_trains_on_local_text(pos, here, monkeypatch, capsys):
             assert f"MFU {rows[-1]['train/mfu']:.1%}" in err
         else:
             assert "MFU n/a" in err and not any("train/mfu" in row for row in logged)
-
-
-def test_a_corpus_larger_than_one_batch_of_documents_is_the_same(here, monkeypatch):
-    from data import tokens
-
-    (here / "docs").mkdir()
-    for i in range(7):
-        (here / "docs" / f"{i}.txt").write_text(f"words {i} and again words {i * i} " * (20 + i))
-    cfg = train_settings("data=text", "data.files=docs/*.txt", "data.vocab_size=270", "data.holdout=2").data
-    whole = tokens.prepare(cfg, "one").train
-    monkeypatch.setattr(tokens, "AT_ONCE", 2)
-    parts = tokens.prepare(cfg, "two").train
-    assert len(whole) > 100 and (whole == parts).all()

@@ -1,13 +1,15 @@
 """Hugging Face in and out, held to transformers: logits and token ids of tiny random models, family by family.
 
 Weights are drawn with a standard deviation of 0.3: at transformers' 0.02 taking all positions away moves the logits by
-0.002, at 0.3 by 8. Logits then reach 9. Where scores are steep, what is left between ours and transformers' is
-mostly its float32 angles: of 1.9e-4 in one such case 1.5e-4 remained with all its weights in float64.
+0.002, at 0.3 by 8. Logits then reach 9. Where scores are steep, most of the remaining difference comes from
+transformers' float32 angles: of 1.9e-4 in one such case 1.5e-4 remained with all its weights in float64.
 """
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +19,17 @@ from safetensors.torch import load_file, save_file
 
 import eval as evaluation
 import export
+import hf.read as reading
+from conf.errors import UserError
+from conf.hydra_patches import run_main
 from conf.schema import TrainConfig
-from data import tokens as corpora
-from model import checkpoint, gpt, hf
-from tests.conftest import run_eval, train_settings
-from tests.test_cli import say
+from data import corpus as corpora
+from engine import checkpoint
+from hf import families, write
+from hf.config import Config
+from hf.families import FAMILIES
+from model import gpt
+from tests.helpers import error_of, run_eval, train_settings
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle of these tests: pip install it")
 transformers.logging.set_verbosity_error()
@@ -34,7 +42,7 @@ LLAMA = {**COMMON, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layer
 GQA = {**LLAMA, "num_key_value_heads": 2}
 NEOX = {**LLAMA, "num_attention_heads": 2, "rotary_pct": 0.5, "hidden_act": "gelu"}
 GPTJ = {**COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
-FAMILIES = {
+CASES = {
     "llama": ("Llama", {**GQA, "tie_word_embeddings": False}),
     "llama, biases, tied": ("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {**GQA, "sliding_window": None, "head_dim": 12}),
@@ -75,9 +83,9 @@ def biases(model: torch.nn.Module) -> torch.nn.Module:
     return model.eval()
 
 
-def theirs(family: str, rope: dict, folder) -> torch.nn.Module:
-    """A random transformers model, saved to folder."""
-    name, settings = FAMILIES[family]
+def save_random(family: str, rope: dict, folder: Path) -> torch.nn.Module:
+    """A random model of transformers, saved to folder."""
+    name, settings = CASES[family]
     torch.manual_seed(0)
     extended = {"max_position_embeddings": 4 * L} if "original_max_position_embeddings" in rope else {}
     # At this base some pair is on every ramp: with 10000 none is, and a wrong ramp would not show
@@ -87,24 +95,26 @@ def theirs(family: str, rope: dict, folder) -> torch.nn.Module:
     config = getattr(transformers, f"{name}Config")(**{**settings, **extended, **rope})
     model = biases(getattr(transformers, f"{name}ForCausalLM")(config))
     model.save_pretrained(folder)
-    if name == "GPTJ":  # its table of angles ends with n_positions: theirs is longer than what ours is told
+    if (
+        name == "GPTJ"
+    ):  # its table of angles ends with n_positions, so it is saved with a longer one than our GPT is told of
         edit(folder, n_positions=L)
     return model
 
 
-def edit(folder, **changes) -> None:
+def edit(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def ours(folder, train_ctx: int | None = None):
-    """tokens -> our logits, scaled as the config says."""
-    cfg, weights, vocab_size = hf.read(folder, max(LENGTHS), train_ctx)
-    model = gpt.load(cfg, vocab_size, weights).eval()
+def our_logits(folder: Path, train_ctx: int | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """tokens -> the logits of our GPT with the weights in folder, scaled as config.json says."""
+    cfg, weights, vocab_size = reading.read(folder, max(LENGTHS), train_ctx)
+    model = gpt.from_weights(cfg, vocab_size, weights).eval()
 
     def logits(tokens):
         with torch.inference_mode():
-            return model(tokens, scaled=gpt.own_scaling(cfg, model.pos, tokens.shape[1]))
+            return model(tokens, change=gpt.trained_scaling(cfg, model.pos, tokens.shape[1]))
 
     return logits
 
@@ -113,16 +123,16 @@ def tokens(n: int) -> torch.Tensor:
     return torch.randint(V, (2, n), generator=torch.Generator().manual_seed(n))
 
 
-def difference(ours, theirs, n: int) -> tuple[float, float]:
-    """(largest absolute difference of logits, largest logit)."""
+def difference(computed: Callable, model: torch.nn.Module, n: int) -> tuple[float, float]:
+    """(largest absolute difference of logits, largest logit) at n tokens; model: transformers'."""
     with torch.inference_mode():
-        expected = theirs(tokens(n)).logits
-    return (ours(tokens(n)) - expected).abs().max().item(), expected.abs().max().item()
+        expected = model(tokens(n)).logits
+    return (computed(tokens(n)) - expected).abs().max().item(), expected.abs().max().item()
 
 
 def cases() -> list[tuple[str, str]]:
     every = list(rope_types(1))
-    return [(f, r) for f in FAMILIES for r in (every if f != "gptj" else ["default"])]
+    return [(f, r) for f in CASES for r in (every if f != "gptj" else ["default"])]
 
 
 TABLE: list[str] = []
@@ -141,10 +151,10 @@ def print_the_table(request):
 
 @pytest.mark.parametrize("family, rope_type", cases())
 def test_logits_equal_transformers(family, rope_type, tmp_path):
-    name, settings = FAMILIES[family]
+    name, settings = CASES[family]
     rope = rope_types(4 if name == "GPTNeoX" else settings.get("head_dim", 8) // 2)[rope_type]
-    expected = theirs(family, rope, tmp_path)
-    computed = ours(tmp_path, L if rope_type == "linear" else None)
+    expected = save_random(family, rope, tmp_path)
+    computed = our_logits(tmp_path, L if rope_type == "linear" else None)
     cells = []
     for n in LENGTHS:
         error, largest = difference(computed, expected, n)
@@ -153,22 +163,22 @@ def test_logits_equal_transformers(family, rope_type, tmp_path):
     TABLE.append(f"{family:<22}{rope_type:<30}" + "".join(cells))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CASES)
 def test_the_other_layout_and_no_rotation_fail(family, tmp_path, monkeypatch):
-    """Negative control: what a wrong layout does to the logits is thousands of tolerances."""
-    expected, read = theirs(family, {}, tmp_path), hf.read
+    """Negative control: a wrong layout changes the logits by thousands of tolerances."""
+    expected, read = save_random(family, {}, tmp_path), reading.read
 
-    def changed(**knobs):
-        def by(*args):
+    def read_with(**knobs):
+        def changed(*args):
             cfg, *rest = read(*args)
             cfg.pos = {**cfg.pos, **knobs}
             return cfg, *rest
 
-        return by
+        return changed
 
     for knobs in ({"interleaved": family != "gptj"}, {"base": 1e9}):
-        monkeypatch.setattr(hf, "read", changed(**knobs))
-        error, largest = difference(ours(tmp_path), expected, L)
+        monkeypatch.setattr(reading, "read", read_with(**knobs))
+        error, largest = difference(our_logits(tmp_path), expected, L)
         assert error > 0.05 * largest, (knobs, error, largest)
 
 
@@ -185,7 +195,7 @@ LEGACY = {
 def test_legacy_forms_equal_transformers(form, tmp_path):
     """rope_theta and rope_scaling on their own, as every config.json before transformers 5 has them."""
     family, scaling = LEGACY[form]
-    theirs(family, {}, tmp_path)
+    save_random(family, {}, tmp_path)
     names = {"rotary_emb_base": 500.0, "rotary_pct": 0.5} if family == "gpt_neox" else {"rope_theta": 500.0}
     edit(tmp_path, rope_parameters=None, rope_scaling=scaling, torch_dtype="float32", **names)
     expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -193,56 +203,111 @@ def test_legacy_forms_equal_transformers(form, tmp_path):
         with pytest.raises(
             ValueError, match=r"rope_scaling=linear: max_position_embeddings=32 may be .*: give .*train_ctx="
         ):
-            ours(tmp_path)
-    computed = ours(tmp_path, L if scaling and scaling.get("type") == "linear" else None)
+            our_logits(tmp_path)
+    computed = our_logits(tmp_path, L if scaling and scaling.get("type") == "linear" else None)
     for n in LENGTHS:
         error, largest = difference(computed, expected, n)
         assert error <= 1e-4, (n, error, largest)
 
 
-def test_what_a_config_says_of_contexts(tmp_path):
+def test_contexts_and_scaling_of_a_config(tmp_path):
     """L, the context it was extended to, and the scaling, as conf/scaling has it."""
 
-    def said(train_ctx=None, **rope):
+    def contexts(train_ctx=None, **rope):
         edit(tmp_path, rope_scaling=rope or None, rope_parameters=None)
-        cfg = hf.read(tmp_path, L, train_ctx)[0]
-        trained = gpt.trained(cfg, gpt.build_encoding(cfg))
-        return trained.train_ctx, trained.reach, cfg.scaling["kind"]
+        cfg = reading.read(tmp_path, L, train_ctx)[0]
+        context = gpt.trained_context(cfg, gpt.build_encoding(cfg))
+        return context.train_ctx, context.longest_trained_ctx, cfg.scaling["kind"]
 
-    theirs("llama", {}, tmp_path)
-    assert said() == (L, L, "none")
-    assert said(type="dynamic", factor=4.0) == (L, L, "dynamic_hf")
-    assert said(train_ctx=L, type="linear", factor=4.0) == (L, 4 * L, "pi")
-    assert said(train_ctx=L // 4, type="linear", factor=4.0) == (L // 4, L, "pi")
-    assert said(type="yarn", factor=4.0, original_max_position_embeddings=8) == (8, L, "yarn")
+    save_random("llama", {}, tmp_path)
+    assert contexts() == (L, L, "none")
+    assert contexts(type="dynamic", factor=4.0) == (L, L, "dynamic_hf")
+    assert contexts(train_ctx=L, type="linear", factor=4.0) == (L, 4 * L, "pi")
+    assert contexts(train_ctx=L // 4, type="linear", factor=4.0) == (L // 4, L, "pi")
+    assert contexts(type="yarn", factor=4.0, original_max_position_embeddings=8) == (8, L, "yarn")
     with pytest.raises(ValueError, match=r"train_ctx=8: .* says 32"):
-        said(train_ctx=8)
+        contexts(train_ctx=8)
     with pytest.raises(ValueError, match=r"rope_scaling=yarn: .* train_ctx="):
-        said(type="yarn", factor=4.0)
+        contexts(type="yarn", factor=4.0)
 
 
 def test_shards_and_halves(tmp_path):
     """An index over two files, in bfloat16, gives the weights of the one."""
-    model = theirs("llama", {}, tmp_path / "one")
+    model = save_random("llama", {}, tmp_path / "one")
     model.to(torch.bfloat16).save_pretrained(tmp_path / "two", max_shard_size="20kB")
     assert len(list((tmp_path / "two").glob("*.safetensors"))) > 1
     model.float().save_pretrained(tmp_path / "one")
-    one, two = (hf.read(tmp_path / name, L)[1] for name in ("one", "two"))
+    one, two = (reading.read(tmp_path / name, L)[1] for name in ("one", "two"))
     assert one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
     next((tmp_path / "two").glob("*00002*.safetensors")).unlink()
-    with pytest.raises(ValueError, match=r"00002-of-.*safetensors: not a whole safetensors file"):
-        hf.read(tmp_path / "two", L)
+    with pytest.raises(ValueError, match=r"00002-of-.*safetensors: not a complete safetensors file"):
+        reading.read(tmp_path / "two", L)
 
 
-def test_constants_of_old_checkpoints_are_passed_over(tmp_path):
+def test_constants_of_old_checkpoints_are_skipped(tmp_path):
     """Masks and frequencies that transformers 4 saved beside GPT-NeoX's weights."""
-    theirs("gpt_neox", {}, tmp_path)
-    file, before = tmp_path / "model.safetensors", hf.read(tmp_path, L)[1]
+    save_random("gpt_neox", {}, tmp_path)
+    file, before = tmp_path / "model.safetensors", reading.read(tmp_path, L)[1]
     old = {"bias": torch.ones(1, 1, L, L, dtype=torch.bool), "masked_bias": torch.tensor(-1e9),
            "rotary_emb.inv_freq": torch.ones(4)}  # fmt: skip
     save_file(load_file(file) | {f"gpt_neox.layers.1.attention.{k}": v for k, v in old.items()}, file)
-    after = hf.read(tmp_path, L)[1]
+    after = reading.read(tmp_path, L)[1]
     assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+
+
+# ---- the table of weight names, both ways ----
+
+
+def table_entries(family: str) -> list[tuple[str, str]]:
+    """("outside" or "layer", our module) of every entry of the family's table that a model of it has."""
+    settings, table = CASES[family][1], FAMILIES[family.split(",")[0]].table
+    layer = [name for name in table.layer if "qk_norms" not in name or family == "qwen3"]
+    layer = [name for name in layer if name != "norm2" or family != "gptj"]
+    outside = [name for name in table.outside if name != "head" or not settings.get("tie_word_embeddings")]
+    return [("outside", name) for name in outside] + [("layer", name) for name in layer]
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_writing_by_the_table_inverts_reading(family, tmp_path):
+    """What transformers saved, read and written again: the same names and the same tensors."""
+    save_random(family, {}, tmp_path)
+    cfg, weights, _ = reading.read(tmp_path, L)
+    table = FAMILIES[Config(tmp_path).get("model_type")].table
+    saved, written = load_file(tmp_path / "model.safetensors"), families.from_ours(table, cfg.model, weights)
+    assert written.keys() == saved.keys() and all(torch.equal(written[k], saved[k]) for k in saved)
+    taken = families.to_ours(table, cfg.model, {k: x.shape for k, x in weights.items()}, lambda k, shape: written[k])
+    assert taken.keys() == weights.keys() and all(torch.equal(taken[k], weights[k]) for k in weights)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_wrong_name_in_the_table_fails(family, tmp_path, monkeypatch):
+    """Negative control: each entry of the table matters, to reading and to writing."""
+    save_random(family, {}, tmp_path)
+    cfg, weights, _ = reading.read(tmp_path, L)
+    model_type = Config(tmp_path).get("model_type")
+    correct = FAMILIES[model_type]
+    saved = load_file(tmp_path / "model.safetensors")
+    for part, module in table_entries(family):
+        entry = getattr(correct.table, part)[module]
+        wrong = ("elsewhere", *entry[1:]) if isinstance(entry, tuple) else type(entry)("elsewhere")
+        table = correct.table._replace(**{part: {**getattr(correct.table, part), module: wrong}})
+        assert families.from_ours(table, cfg.model, weights).keys() != saved.keys(), module
+        monkeypatch.setitem(FAMILIES, model_type, correct._replace(table=table))
+        with pytest.raises(UserError, match=r"its safetensors have no .*elsewhere\.weight"):
+            reading.read(tmp_path, L)
+
+
+def test_tied_head_in_the_file(tmp_path):
+    """A copy of the embeddings under the head's name is accepted, anything else there is refused."""
+    save_random("llama, biases, tied", {}, tmp_path)
+    file = tmp_path / "model.safetensors"
+    saved = load_file(file)
+    embeddings = saved["model.embed_tokens.weight"]
+    save_file({**saved, "lm_head.weight": embeddings.clone()}, file)
+    assert torch.equal(reading.read(tmp_path, L)[1]["head.weight"], embeddings)
+    save_file({**saved, "lm_head.weight": embeddings + 1}, file)
+    with pytest.raises(UserError, match=r"lm_head\.weight differs from the embeddings"):
+        reading.read(tmp_path, L)
 
 
 # ---- through eval.py ----
@@ -251,7 +316,7 @@ def test_constants_of_old_checkpoints_are_passed_over(tmp_path):
 def with_tokenizer(folder, kind: str = "bytes"):
     """A tokenizer.json beside the model: byte-level, or as SentencePiece's with byte fallback."""
     if kind == "bytes":
-        t = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(export.byte_letters())}, []))
+        t = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(write.byte_letters())}, []))
         t.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         t.decoder = tokenizers.decoders.ByteLevel()
     else:
@@ -267,19 +332,23 @@ def with_tokenizer(folder, kind: str = "bytes"):
 
 @pytest.fixture
 def folder(here):
-    """A whole checkpoint of 300 tokens, in here/model."""
-    settings = {**FAMILIES["llama"][1], "vocab_size": 300, "initializer_range": 0.1}
+    """A complete checkpoint with a vocabulary of 300 tokens, in here/model."""
+    settings = {**CASES["llama"][1], "vocab_size": 300, "initializer_range": 0.1}
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).save_pretrained(here / "model")
     with_tokenizer(here / "model")
     return here / "model"
 
 
+def eval_error(argv: list[str], monkeypatch) -> str:
+    return error_of(lambda: run_main(evaluation.main), argv, monkeypatch)
+
+
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
 def test_eval_scores_the_held_out_text_as_transformers_does(kind, folder, here, capsys):
     with_tokenizer(folder, kind)
     edit(folder, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
-    run_eval(f"run=hf:{folder}", "ctx=128", "score=16", "documents=3", "scaling=pi", "dtype=float32")
+    run_eval(f"run=hf:{folder}", "ctx=128", "task.scored_tokens=16", "documents=3", "scaling=pi", "dtype=float32")
     out = capsys.readouterr().out
     assert f"run: hf-model ({folder}, whose config.json says scaling=dynamic_hf hf_factor=2.0)" in out
     files = {f.name.split("-")[0]: f for f in (here / "runs/hf-model/eval").glob("*.jsonl")}
@@ -287,7 +356,7 @@ def test_eval_scores_the_held_out_text_as_transformers_does(kind, folder, here, 
     rows = [json.loads(line) for line in files["none"].read_text().splitlines()]
     assert [row["n"] for row in rows] == [16, 32, 64, 128] and rows[0]["train_ctx"] == L
     # The same by transformers alone: its model and tokenizer, and the corpus's own text
-    text = [t for _, t in corpora.held_out({"kind": "sympy", "holdout": 32})[:3]]
+    text = [t for _, t in corpora.held_out_texts({"kind": "sympy", "holdout": 32})[:3]]
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     encoded = [tokenizer.encode(t, add_special_tokens=False) for t in text]
     ids = torch.tensor([e.ids[-129:] for e in encoded])
@@ -303,48 +372,48 @@ def test_eval_scores_the_held_out_text_as_transformers_does(kind, folder, here, 
         assert row["bits_per_byte"] == pytest.approx(loss * 48 / np.log(2) / n_bytes, abs=1e-5)
 
 
-def test_another_trained_context_is_measured_anew(folder, here):
+def test_another_trained_context_is_evaluated_again(folder, here):
     edit(folder, rope_parameters={"rope_type": "linear", "factor": 2.0})
     for L in (16, 32):
-        run_eval(f"run=hf:{folder}", f"train_ctx={L}", "ctx=128", "score=16", "documents=2")
+        run_eval(f"run=hf:{folder}", f"train_ctx={L}", "ctx=128", "task.scored_tokens=16", "documents=2")
     windows = {f.read_text() for f in (here / "runs/hf-model/eval").glob("window-*.jsonl")}
     assert {json.loads(rows.splitlines()[-1])["window"] for rows in windows} == {32, 64}
 
 
-def spoil(folder, how: str) -> None:
+def damage(folder: Path, case: str) -> None:
     file = folder / "model.safetensors"
-    if how == "no folder":
+    if case == "no folder":
         folder.rename(folder.with_name("elsewhere"))
-    elif how == "no config":
+    elif case == "no config":
         (folder / "config.json").unlink()
-    elif how == "no object":
+    elif case == "no object":
         (folder / "config.json").write_text("[1, 2")
-    elif how == "truncated":
+    elif case == "truncated":
         file.write_bytes(file.read_bytes()[:-100])
-    elif how == "pickle":
+    elif case == "pickle":
         file.rename(folder / "pytorch_model.bin")
-    elif how == "no tokenizer":
+    elif case == "no tokenizer":
         (folder / "tokenizer.json").unlink()
-    elif how == "not a tokenizer":
+    elif case == "not a tokenizer":
         (folder / "tokenizer.json").write_text("{}")
     else:
         w = load_file(file)
-        if how == "missing":
+        if case == "missing":
             del w["model.layers.1.mlp.up_proj.weight"]
-        elif how == "extra":
+        elif case == "extra":
             w["model.layers.0.self_attn.sinks"] = torch.zeros(4)
-        elif how == "quantised":
+        elif case == "quantised":
             w["model.norm.weight"] = w["model.norm.weight"].to(torch.int8)
         save_file(w, file)
 
 
 @pytest.mark.parametrize(
-    "how, right",
+    "case, right",
     [
         ("no folder", r"run=hf:model: no such folder"),
         ("no config", r"run=hf:model: no Hugging Face checkpoint: it has no config\.json"),
         ("no object", r"model/config\.json: not a JSON object"),
-        ("truncated", r"model/model\.safetensors: not a whole safetensors file"),
+        ("truncated", r"model/model\.safetensors: not a complete safetensors file"),
         ("pickle", r"no \*\.safetensors there \(pytorch_model\.bin is a pickle, which is never loaded: convert it\)"),
         ("no tokenizer", r"model/tokenizer\.json: not found"),
         ("not a tokenizer", r"model/tokenizer\.json: not a tokenizer"),
@@ -385,36 +454,36 @@ def spoil(folder, how: str) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_read_is_one_line_and_nothing_is_written(how, right, folder, here, monkeypatch):
-    if isinstance(how, dict):
-        edit(folder, **how)
+def test_what_cannot_be_read_is_one_line_and_nothing_is_written(case, right, folder, here, monkeypatch):
+    if isinstance(case, dict):
+        edit(folder, **case)
     else:
-        spoil(folder, how)
-    assert re.search(right, say(evaluation.main, ["run=hf:model", "ctx=128"], monkeypatch))
+        damage(folder, case)
+    assert re.search(right, eval_error(["run=hf:model", "ctx=128"], monkeypatch))
     assert not (here / "runs").exists()
 
 
-def test_mistrals_default_window_is_not_forgotten(tmp_path):
-    theirs("mistral", {}, tmp_path)
+def test_mistrals_default_window_applies_without_the_key(tmp_path):
+    save_random("mistral", {}, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["sliding_window"]  # transformers then takes 4096
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert hf.read(tmp_path, 4096)
+    assert reading.read(tmp_path, 4096)
     with pytest.raises(ValueError, match=r"sliding_window=4096: not supported past itself, and ctx=4097"):
-        hf.read(tmp_path, 4097)
+        reading.read(tmp_path, 4097)
 
 
 @pytest.mark.parametrize(
     "argv, right",
     [
-        (["data=text"], r"data=text: must be left out: a run is read on its own"),
+        (["data=text"], r"data=text: must be left out: a trained run is evaluated on its own corpus"),
         (["train_ctx=64"], r"train_ctx=64: must be left out"),
-        (["run=hf:model", "train_ctx=0"], r"train_ctx=0: must be at least 1"),
+        (["run=hf:model", "train_ctx=0"], r"train_ctx=0: must be null or at least 1"),
         (["run=hf:model", "train_ctx=64"], r"train_ctx=64: .*config\.json says 32"),
     ],
 )
 def test_eval_settings_of_checkpoints(argv, right, folder, monkeypatch):
-    assert re.search(right, say(evaluation.main, argv, monkeypatch))
+    assert re.search(right, eval_error(argv, monkeypatch))
 
 
 # ---- out ----
@@ -450,47 +519,47 @@ def a_run(here, *overrides: str) -> tuple[TrainConfig, gpt.GPT, corpora.Corpus]:
     model = biases(gpt.build(cfg, corpus.vocab_size))
     state = {"config": vars(cfg) | {"model": vars(cfg.model), "optim": vars(cfg.optim)}, "step": 1}
     checkpoint.start(here / "runs/x", cfg)
-    checkpoint.save(here / "runs/x", {**state, "model": model.state_dict(), "corpus": corpus.key})
+    checkpoint.save(here / "runs/x", {**state, "model": model.state_dict(), "corpus": corpus.key, "validation": {}})
     return cfg, model, corpus
 
 
-def say_export(monkeypatch, *argv: str) -> str:
+def run_export(monkeypatch, *argv: str) -> None:
+    """`python export.py ARGV` in this process."""
     monkeypatch.setattr("sys.argv", ["export.py", *argv])
-    with pytest.raises(ValueError) as e:
-        export.main()
-    assert "\n" not in str(e.value)
-    return str(e.value)
+    export.main()
+
+
+def export_error(monkeypatch, *argv: str) -> str:
+    return error_of(export.main, list(argv), monkeypatch)
 
 
 @pytest.mark.parametrize("case", EXPORTED)
 def test_exported_logits_equal_transformers(case, here, monkeypatch):
     overrides, kind = EXPORTED[case]
     cfg, model, corpus = a_run(here, *overrides)
-    monkeypatch.setattr("sys.argv", ["export.py", "run=x", "out=there"])
-    export.main()
+    run_export(monkeypatch, "run=x", "out=there")
     expected = transformers.AutoModelForCausalLM.from_pretrained("there").eval()
     assert expected.config.model_type == kind and sorted(p.name for p in here.iterdir() if p.name[0] != ".") == [
         "runs",
         "there",
     ]
-    scaled = gpt.own_scaling(cfg, model.pos)
+    change = gpt.trained_scaling(cfg, model.pos)
     x = torch.randint(corpus.vocab_size, (2, 256), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        a, b = model(x, scaled=scaled), expected(x).logits
+        a, b = model(x, change=change), expected(x).logits
         assert (a - b).abs().max() <= 1e-4 * b.abs().max()
-        assert scaled.inv_freq is None or (model(x) - b).abs().max() > 1e-2  # it is the scaled model that was written
-    back, weights, vocab_size = hf.read(Path("there"), 256, 64 if case == "pi" else None)
+        assert change.inv_freq is None or (model(x) - b).abs().max() > 1e-2  # it is the scaled model that was written
+    back, weights, vocab_size = reading.read(Path("there"), 256, 64 if case == "pi" else None)
     assert vocab_size == corpus.vocab_size and back.ctx == cfg.ctx
-    again = gpt.load(back, vocab_size, weights).eval()
+    again = gpt.from_weights(back, vocab_size, weights).eval()
     with torch.inference_mode():
-        assert (again(x, scaled=gpt.own_scaling(back, again.pos, 256)) - a).abs().max() <= 1e-4 * b.abs().max()
+        assert (again(x, change=gpt.trained_scaling(back, again.pos, 256)) - a).abs().max() <= 1e-4 * b.abs().max()
 
 
 def test_a_run_exported_and_read_back_has_the_same_curves(here, monkeypatch):
     """Weights, tokenizer, targets and their bytes: all of it, there and back."""
     a_run(here, "model=llama", "model.n_kv_heads=1")
-    monkeypatch.setattr("sys.argv", ["export.py", "run=x", "out=there"])
-    export.main()
+    run_export(monkeypatch, "run=x", "out=there")
     curves = []
     for run in ("x", "hf:there"):
         run_eval(f"run={run}", "ctx=128", "documents=2", "scaling=yarn", "dtype=float32")
@@ -510,17 +579,16 @@ def test_a_run_exported_and_read_back_has_the_same_curves(here, monkeypatch):
 @pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
 def test_exported_tokens_equal_ours(tokenizer, here, monkeypatch):
     _, _, corpus = a_run(here, f"data.tokenizer={tokenizer}", "data.vocab_size=1024")
-    monkeypatch.setattr("sys.argv", ["export.py", "run=x", "out=there"])
-    export.main()
-    theirs = transformers.AutoTokenizer.from_pretrained("there")
-    texts = [t for _, t in corpora.held_out({"kind": "sympy", "holdout": 4})]
+    run_export(monkeypatch, "run=x", "out=there")
+    written = transformers.AutoTokenizer.from_pretrained("there")
+    texts = [t for _, t in corpora.held_out_texts({"kind": "sympy", "holdout": 4})]
     odd = "aaaaaaa\taaaa  \r\n\n\n x=1234567; it's IT'S \u00e9\u0301 \u4f60\u597d \U0001f600 \u017f\x00\x7f    "
     for text in [*texts, odd, *(odd[i:] for i in range(1, 40)), ""]:
-        ours = corpus.encoding.encode_ordinary(text)
-        assert theirs(text, add_special_tokens=False)["input_ids"] == ours
-        assert theirs(text)["input_ids"] == ours
-        assert theirs.decode(ours) == text
-    assert theirs.eos_token_id == corpus.encoding.eot_token and len(theirs) == corpus.encoding.n_vocab
+        expected = corpus.encoding.encode_ordinary(text)
+        assert written(text, add_special_tokens=False)["input_ids"] == expected
+        assert written(text)["input_ids"] == expected
+        assert written.decode(expected) == text
+    assert written.eos_token_id == corpus.encoding.eot_token and len(written) == corpus.encoding.n_vocab
 
 
 @pytest.mark.parametrize(
@@ -544,23 +612,23 @@ def test_exported_tokens_equal_ours(tokenizer, here, monkeypatch):
 )
 def test_what_cannot_be_exported_is_named_and_nothing_is_written(overrides, right, here, monkeypatch):
     a_run(here, *overrides)
-    assert re.search(right, say_export(monkeypatch, "run=x", "out=there"))
+    assert re.search(right, export_error(monkeypatch, "run=x", "out=there"))
     assert not [p for p in here.iterdir() if "there" in p.name]
 
 
-def test_export_says_what_is_wrong(here, monkeypatch):
+def test_errors_of_export(here, monkeypatch):
     a_run(here)
-    assert "run=nobody: no trained run of that name in runs/; there are x" in say_export(
+    assert "run=nobody: no trained run of that name in runs/: there are x" in export_error(
         monkeypatch, "run=nobody", "out=t"
     )
-    assert "out: must be given a value" in say_export(monkeypatch, "run=x")
-    assert "to=there: must be one of run=..., out=..." in say_export(monkeypatch, "to=there")
+    assert "out: must be given a value" in export_error(monkeypatch, "run=x")
+    assert "to=there: must be one of run=..., out=..." in export_error(monkeypatch, "to=there")
     (here / "full").mkdir()
-    assert "out=full: is there already" in say_export(monkeypatch, "run=x", "out=full")
+    assert "out=full: is there already" in export_error(monkeypatch, "run=x", "out=full")
 
     def no_room(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "save_file", no_room)
-    assert "out=there: cannot be written (No space left on device)" in say_export(monkeypatch, "run=x", "out=there")
+    monkeypatch.setattr(write, "save_file", no_room)
+    assert "out=there: cannot be written: No space left on device" in export_error(monkeypatch, "run=x", "out=there")
     assert not [p for p in here.iterdir() if "there" in p.name]

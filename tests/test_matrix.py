@@ -3,14 +3,26 @@
 import json
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from conf.errors import UserError
+from conf.registry import yaml_values
+from engine.run import Run
+from measure.curves import read_curve
+from measure.evaluation import NONE, WINDOW, Evaluation
+from measure.tasks import build as build_task
 from studies import claims, matrix, tables
 from studies.claims import FAILS, HOLDS, MISSING, UNSEEN
-from studies.published import CLAIMS, At, Check, worse
-from tests.conftest import ROOT, choices, command, train_settings
+from studies.published import CLAIMS, At, Check, DecayCheck, worse
+from studies.rows import interval, read_rows
+from tests.helpers import ROOT, choices, command, eval_settings, run_train, train_settings
+from train import train
+
+COMMITTED = ROOT / "results/matrix.jsonl"
 
 # ---- the plan ----
 
@@ -34,15 +46,50 @@ def test_plan_trains_every_encoding_base_and_extension_with_every_seed(size):
             assert cfg.batch_tokens == size.batch_tokens
 
 
-def test_only_fits_what_the_run_can_be_read_with(here):
-    from tests.conftest import run_train
+def test_a_table_of_positions_gets_rows_for_the_longest_length():
+    """Found by the knob, not by the encoding's name."""
+    size = matrix.SIZES["default"]
+    for job in matrix.encoding_jobs(size, 0, first=True):
+        pos = job.name.removesuffix("-s0")
+        has_table = "max_positions" in yaml_values("pos", pos)
+        assert (f"pos.max_positions={max(size.lengths)}" in job.train) == has_table
+    assert any("pos.max_positions=8192" in job.train for job in matrix.plan(size, (0,)))
 
+
+def opened(name: str) -> Run:
+    return Run.open(name, runs="runs", cache=".cache")
+
+
+def test_a_run_is_evaluated_with_the_scalings_that_apply_to_it(here):
     run_train("steps=1", "name=a")
-    found = matrix.scalings(here / "runs/a", 512)
-    assert {"pi", "ntk", "yarn", "rerope", "logn", "window_sink"} <= set(found)
-    assert not {"none", "window", "longrope"} & set(found)
+    names = matrix.applicable_scalings(opened("a"), 512)
+    assert {"pi", "ntk", "yarn", "rerope", "logn", "window_sink"} <= set(names)
+    assert not {"none", "window", "longrope"} & set(names)
     run_train("steps=1", "name=b", "pos=alibi")
-    assert "pi" not in matrix.scalings(here / "runs/b", 512)
+    assert "pi" not in matrix.applicable_scalings(opened("b"), 512)
+
+
+def test_rows_have_the_columns_of_the_committed_ones(here):
+    """Of a run and its curves, of a fine-tuned one, and of the shifted text: the same keys in the same order."""
+    columns = {(row["part"], row["label"] in ("shifted", "unshifted")): list(row) for row in read_rows(COMMITTED)}
+    run_train("steps=1", "name=a-s0", "pos=rope_interleaved")
+    run = opened("a-s0")
+    cfg = eval_settings("ctx=[32,64]", "documents=3", "task.scored_tokens=32")
+    evaluation = Evaluation(run, build_task(cfg.task), cfg, torch.device("cpu"))
+    with evaluation.running(curves=2, by_position=0):
+        curves = {method.label: evaluation.curve(method) for method in (NONE, WINDOW)}
+    size = replace(matrix.SIZES["quick"], documents=3)
+    for part, more in (("encodings", {}), ("finetune", {"method": "pi", "finetune_steps": 1, "percent": 50.0})):
+        job = matrix.Job(part, "a-s0", 0, (), 1, (32, 64), columns=more)
+        gathered = matrix.gather(job, run, "python train.py name=a-s0")
+        assert {tuple(row) for row in gathered} == {tuple(columns[part, False])}
+        assert [(row["label"], row["n"]) for row in gathered] == [(x, n) for x in ("none", "window") for n in (32, 64)]
+    first, in_file = gathered[0], read_curve(evaluation.curve_file(NONE)).first
+    assert first["nll"] == in_file.nll == curves["none"].first.nll and first["loss"] == in_file.loss
+    assert first["pos"] == "rope" and first["in_window"] == run.validation["bits_per_byte"] and first["base"] == 10000
+    job = matrix.Job("encodings", "a-s0", 0, (), 1, (32, 64))
+    for row in matrix.shifted(job, run, size, "python train.py name=a-s0"):
+        assert list(row) == columns["encodings", True] and row["n"] == 32
 
 
 @pytest.mark.parametrize(
@@ -73,20 +120,15 @@ def test_a_small_matrix_runs_and_skips_what_is_done(which, here):
 
 
 def test_the_settings_of_the_gpu_study_train_at_reduced_size(here):
-    import inspect
-
-    import train
-    from tests.conftest import composed
-
     small = ["steps=2", "ctx=32", "batch_tokens=128", "micro_tokens=64", "val_windows=4", "data.vocab_size=512"]
     model = ["model.n_layers=2", "model.n_heads=2", "model.width=64"]
-    inspect.unwrap(train.main)(composed("train", "exp=h200", *small, *model, "name=h"))
+    train(train_settings("exp=h200", *small, *model, "name=h"))
     assert (here / "runs/h/ckpt.pt").exists()
 
 
 def test_past_its_minutes_it_stops_and_says_so(here):
     done = command("-m=studies.matrix", "quick", "--minutes", "0.02", "--out", "rows.jsonl", cwd=here)
-    assert done.returncode == 1 and "the same command goes on from there" in done.stderr
+    assert done.returncode == 1 and "run the same command again to resume" in done.stderr
     assert not (here / "rows.jsonl").exists()
 
 
@@ -97,15 +139,15 @@ A, B = At("a", "none", 512), At("b", "none", 512)
 
 def test_interval_covers_seeds_and_documents():
     delta = np.array([[1.0, 1.0, 1.0], [3.0, 3.0, 3.0]])
-    mean, low, high = claims.interval(delta)
+    mean, low, high = interval(delta)
     assert mean == 2 and low == 1 and high == 3  # the seeds' spread
-    mean, low, high = claims.interval(delta.T)
+    mean, low, high = interval(delta.T)
     assert mean == 2 and low == 1 and high == 3  # the documents'
-    assert claims.interval(np.ones((3, 5))) == (1, 1, 1)
+    assert interval(np.ones((3, 5))) == (1, 1, 1)
 
 
 @pytest.mark.parametrize(
-    "check, interval, want",
+    "check, result, want",
     [
         (Check(A, B), (0.1, 0.05, 0.2), HOLDS),
         (Check(A, B), (-0.1, -0.2, -0.05), FAILS),
@@ -116,11 +158,11 @@ def test_interval_covers_seeds_and_documents():
         (Check(A, B), None, MISSING),
     ],
 )
-def test_verdict_follows_the_interval(check, interval, want):
-    assert claims.verdict([(check, interval)]) == want
-    assert claims.verdict([(check, interval), (Check(A, B), (1, 1, 1))]) == want
+def test_verdict_follows_the_interval(check, result, want):
+    assert claims.verdict([(check, result)]) == want
+    assert claims.verdict([(check, result), (Check(A, B), (1, 1, 1))]) == want
     if want != MISSING:
-        assert claims.verdict([(check, interval), (Check(A, B), (-1, -1, -1))]) == FAILS
+        assert claims.verdict([(check, result), (Check(A, B), (-1, -1, -1))]) == FAILS
 
 
 def test_a_claim_is_measured_on_the_right_rows():
@@ -137,18 +179,18 @@ def test_a_claim_is_measured_on_the_right_rows():
 def test_claims_go_by_the_context_trained_at():
     about = {"name": "learned-s0", "label": "none", "seed": 0, "train_ctx": 64, "tokens": 2}
     rows = [{**about, "n": n, "nll": [x, x]} for n, x in ((64, 1.0), (128, 3.0))]
-    assert "learned @128 - learned @64 > 0: +2.000 [+2.000, +2.000] | 1 | **holds**" in claims.table(rows)
+    assert "learned @128 - learned @64 > 0: +2.000 [+2.000, +2.000] | 1 | **holds**" in claims.report(rows)
 
 
 def test_every_claim_names_rows_that_the_plan_makes():
     size = matrix.SIZES["default"]
     jobs = {job.name.rpartition("-s")[0]: job for job in matrix.plan(size, size.seeds)}
     for claim in CLAIMS:
-        assert claim.source and claim.says and claim.checks
+        assert claim.source and claim.reported and claim.checks
         checks = [claims.in_tokens(c, size.L) for c in claim.checks]
-        for at in (x for c in checks for x in (c.a, c.b)):
-            if at.run.startswith("decay"):
-                assert len(claims.nll([], at)[0]) == 2048 - at.n
+        for check, at in ((c, at) for c in checks for at in (c.a, c.b)):
+            if isinstance(check, DecayCheck):  # not from rows, but from the table of the decay study
+                assert len(check.values([], at)[0]) == 2048 - at.n
                 continue
             assert at.run in jobs, at
             assert at.n in jobs[at.run].lengths
@@ -157,13 +199,13 @@ def test_every_claim_names_rows_that_the_plan_makes():
 
 
 def test_claims_md_is_what_the_rows_give():
-    rows = matrix.read(ROOT / "results/matrix.jsonl")
-    assert (ROOT / "results/claims.md").read_text() == claims.table(rows)
+    rows = read_rows(COMMITTED)
+    assert (ROOT / "results/claims.md").read_text() == claims.report(rows)
 
 
 def test_matrix_md_is_what_the_rows_give():
-    rows = matrix.read(ROOT / "results/matrix.jsonl")
-    assert (ROOT / "results/matrix.md").read_text() == tables.table(rows)
+    rows = read_rows(COMMITTED)
+    assert (ROOT / "results/matrix.md").read_text() == tables.report(rows)
 
 
 def test_the_readme_quotes_what_the_rows_give():
@@ -192,7 +234,7 @@ def test_tables_show_means_ranges_and_gains():
 
 
 def test_the_committed_rows_say_where_they_come_from():
-    rows = matrix.read(ROOT / "results/matrix.jsonl")
+    rows = read_rows(COMMITTED)
     names = {job.name for job in matrix.plan(matrix.SIZES["default"], (0, 1, 2))}
     for row in rows:
         assert row["name"] in names and re.fullmatch(r"[0-9a-f]{7,}", row["commit"]), row["name"]
@@ -201,5 +243,27 @@ def test_the_committed_rows_say_where_they_come_from():
 
 def test_claims_without_rows_is_one_line(here, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["claims", "--rows", "none.jsonl"])
-    with pytest.raises(ValueError, match=r"first python -m studies\.matrix"):
+    with pytest.raises(UserError, match=r"first python -m studies\.matrix"):
         claims.main()
+
+
+def test_a_damaged_file_of_rows_is_a_user_error(tmp_path):
+    for text in ("", '{"name": "rope-s0"'):
+        (tmp_path / "rows.jsonl").write_text(text)
+        with pytest.raises(UserError, match="not rows that studies"):
+            read_rows(tmp_path / "rows.jsonl")
+
+
+def test_seeds_are_whole_numbers():
+    assert matrix.parse_seeds("0,2") == (0, 2)
+    with pytest.raises(UserError, match="--seeds=0,x: must be whole numbers"):
+        matrix.parse_seeds("0,x")
+
+
+def test_the_decay_claim_without_its_table_is_a_user_error(tmp_path, monkeypatch):
+    from studies import published
+
+    monkeypatch.setattr(published, "ROOT", tmp_path)
+    check = published.decays_less(5000, than=500)
+    with pytest.raises(UserError, match=r"first python -m studies\.decay"):
+        claims.measure([], claims.in_tokens(check, 256))

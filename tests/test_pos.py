@@ -7,29 +7,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from conf.errors import UserError
 from kernels import cos_sin, phase, rotate
-from model import attention, gpt
+from model.pos import Encoding, Shape
 from model.pos.alibi import slopes
-from model.scaling import Scaled
-from tests.conftest import choices, train_settings
+from model.pos.t5_bias import T5Bias
+from model.pos.xpos import XPos
+from model.scaling import NO_CHANGE
+from tests.helpers import UNLIMITED, choices, encoding_of, model_of, more_positions, random_tokens
 
-SMALL = ("model.n_layers=2", "model.n_heads=4", "model.width=64", "ctx=32", "batch_tokens=32")
-NO_POSITION_LIMIT = [p for p in choices("pos") if p != "learned"]
-
-
-def model_of(pos: str, *overrides: str, std: float = 0.3) -> gpt.GPT:
-    """A small float64 model with large weights: at an initialisation of 0.02 positions hardly move the logits."""
-    model = gpt.build(train_settings(f"pos={pos}", *SMALL, *overrides), vocab_size=50).double().eval()
-    for name, p in model.named_parameters():
-        if p.dim() == 2:
-            torch.nn.init.normal_(p, std=std)
-        if name == "pos.scale":
-            torch.nn.init.constant_(p, 0.3)
-    return model
-
-
-def tokens(batch: int = 2, time: int = 24) -> torch.Tensor:
-    return torch.randint(50, (batch, time), generator=torch.Generator().manual_seed(1))
+SHAPE = Shape(width=64, n_heads=4, head_dim=16, train_ctx=32)
 
 
 # ---- rotation ----
@@ -48,9 +35,9 @@ def test_angles_are_exact_at_any_position(position):
             assert abs(sin[0, i].item() - float(mpmath.sin(angle))) < 4e-7
 
 
-def test_phase_of_half_and_whole_turns():
-    turns = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], dtype=torch.float64)
-    cos, sin = cos_sin(phase(2 * math.pi * turns), torch.tensor([1]))
+def test_phase_of_quarter_half_and_full_rotations():
+    rotations = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], dtype=torch.float64)
+    cos, sin = cos_sin(phase(2 * math.pi * rotations), torch.tensor([1]))
     assert torch.allclose(cos[0], torch.tensor([1.0, 0, -1, 0, 1]), atol=1e-6)
     assert torch.allclose(sin[0], torch.tensor([0.0, 1, 0, -1, 0]), atol=1e-6)
 
@@ -65,10 +52,10 @@ def test_positions_and_frequencies_in_low_precision_are_refused():
 
 def test_neighbouring_positions_differ_in_a_bfloat16_model():
     """Positions 256 and 257 are one number in bfloat16 (transformers#25681)."""
-    encoding = gpt.build_encoding(train_settings("pos=rope", *SMALL)).bfloat16()
+    encoding = encoding_of("rope").bfloat16()
     q = torch.ones(1, 2, 1, 16, dtype=torch.bfloat16)
-    turned, _ = encoding.rotate(q, q, encoding.prepare(torch.tensor([256, 257]), Scaled()))
-    assert not torch.equal(turned[:, 0], turned[:, 1])
+    rotated, _ = encoding.rotate(q, q, encoding.prepare(torch.tensor([256, 257]), NO_CHANGE))
+    assert not torch.equal(rotated[:, 0], rotated[:, 1])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -79,8 +66,8 @@ def test_rotation_equals_complex_multiplication(interleaved):
     got = rotate(x, *cos_sin(phase(inv_freq), torch.arange(9)), interleaved).double()
     pairs = x.double().unflatten(-1, (8, 2)) if interleaved else x.double().unflatten(-1, (2, 8)).transpose(-1, -2)
     angle = torch.arange(9)[:, None, None] * inv_freq
-    turned = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle)
-    want = torch.view_as_real(turned)
+    rotated = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle)
+    want = torch.view_as_real(rotated)
     want = want.flatten(-2) if interleaved else want.transpose(-1, -2).flatten(-2)
     assert (got - want).abs().max() < 2e-6
     assert torch.allclose(got.norm(dim=-1), x.double().norm(dim=-1), atol=1e-5)  # norms are kept
@@ -110,8 +97,8 @@ def test_rotation_equals_transformers():
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     torch.manual_seed(0)
     q, k = torch.randn(2, 50, 4, 32), torch.randn(2, 50, 4, 32)
-    encoding = gpt.build_encoding(train_settings("pos=rope", *SMALL, "model.n_heads=2"))
-    ours = encoding.rotate(q, k, encoding.prepare(torch.arange(50), Scaled()))
+    encoding = encoding_of("rope", "model.n_heads=2")
+    ours = encoding.rotate(q, k, encoding.prepare(torch.arange(50), NO_CHANGE))
     freqs = torch.outer(torch.arange(50.0), encoding.inv_freq.float())
     emb = torch.cat((freqs, freqs), dim=-1)[None]
     theirs = llama.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), emb.cos(), emb.sin())
@@ -121,7 +108,7 @@ def test_rotation_equals_transformers():
 
 def test_frequencies_stay_out_of_casts_and_state_dicts():
     with torch.device("meta"):
-        encoding = gpt.build_encoding(train_settings("pos=rope", *SMALL))
+        encoding = encoding_of("rope")
     encoding = encoding.bfloat16().half().to("cpu")
     assert encoding.inv_freq.dtype == torch.float64 and encoding.inv_freq.device.type == "cpu"
     assert encoding.state_dict() == {}
@@ -140,7 +127,7 @@ def test_alibi_slopes_are_the_published_ones():
 
 def test_alibi_equals_the_key_only_form():
     """fairseq adds slope * j, which differs from -slope * (i - j) by a constant of each row: the softmax is one."""
-    encoding = gpt.build_encoding(train_settings("pos=alibi", *SMALL))
+    encoding = encoding_of("alibi")
     T = 20
     p = torch.arange(T)
     scores = torch.randn(4, T, T, dtype=torch.float64).masked_fill(
@@ -157,37 +144,42 @@ def test_alibi_equals_the_key_only_form():
 @pytest.mark.parametrize("pos", choices("pos"))
 def test_causality_by_gradient(pos):
     """The logits at place t depend on tokens 0..t, on all of them, and on none after."""
-    model, x = model_of(pos, std=0.1), tokens(1, 12)
+    model, x = model_of(pos, std=0.1), random_tokens(1, 12)
     embedded = []
-    model.tokens.register_forward_hook(lambda m, i, out: embedded.append(out.requires_grad_().retain_grad() or out))
+
+    def keep_gradient(module, inputs, output):
+        output.retain_grad()
+        embedded.append(output)
+
+    model.tokens.register_forward_hook(keep_gradient)
     model(x)[0, 7].square().sum().backward()
-    reach = embedded[0].grad[0].abs().sum(-1) > 0
-    assert reach.tolist() == [True] * 8 + [False] * 4
+    depends = embedded[0].grad[0].abs().sum(-1) > 0
+    assert depends.tolist() == [True] * 8 + [False] * 4
 
 
 @pytest.mark.parametrize("pos", choices("pos"))
 def test_positions_matter_exactly_where_they_should(pos):
     """Relative encodings do not see a shift of all positions; absolute ones do. (Negative control included.)"""
-    limit = ["pos.max_positions=2000"] if pos == "learned" else []
-    model, x = model_of(pos, *limit), tokens()
+    model, x = model_of(pos, *more_positions(pos, 2000)), random_tokens()
     shifted = model(x, torch.arange(24) + 1000) - model(x)
     if model.pos.relative:
         assert shifted.abs().max() < 1e-5
     else:
         assert shifted.abs().max() > 0.1
-    spread = model(x, torch.arange(24) * 3) - model(x)
-    assert (spread.abs().max() < 1e-9) == (pos == "none")
+    stretched = model(x, torch.arange(24) * 3) - model(x)
+    assert (stretched.abs().max() < 1e-9) == (type(model.pos) is Encoding)  # no hook is overridden: NoPE
 
 
-@pytest.mark.parametrize("pos", ["rope", "alibi", "xpos", "t5_bias"])
-def test_relative_far_out(pos):
-    model, x = model_of(pos), tokens()
-    assert (model(x, torch.arange(24) + 100_000) - model(x)).abs().max() < 1e-5
+@pytest.mark.parametrize("pos", UNLIMITED)
+def test_a_shift_by_100_000_positions(pos):
+    model, x = model_of(pos), random_tokens()
+    shifted = (model(x, torch.arange(24) + 100_000) - model(x)).abs().max()
+    assert (shifted < 1e-5) == model.pos.relative
 
 
-@pytest.mark.parametrize("pos", NO_POSITION_LIMIT)
+@pytest.mark.parametrize("pos", UNLIMITED)
 def test_positions_per_row_equal_positions_for_all(pos):
-    model, x = model_of(pos), tokens()
+    model, x = model_of(pos), random_tokens()
     p = torch.arange(24) + 5
     assert torch.allclose(model(x, p), model(x, p.expand(2, -1)), atol=1e-12)
 
@@ -198,7 +190,7 @@ def test_without_positions_and_mask_attention_is_permutation_equivariant():
         model = model_of(pos)
         assert torch.equal(model.pos.embed(torch.ones(1, 4, 64), torch.arange(4)), torch.ones(1, 4, 64))
         assert not list(model.pos.parameters())
-    x, order = tokens(1, 10), torch.tensor([3, 1, 4, 0, 9, 2, 6, 5, 8, 7])
+    x, order = random_tokens(1, 10), torch.tensor([3, 1, 4, 0, 9, 2, 6, 5, 8, 7])
     block, model = model_of("none").blocks[0], model_of("none")
     x = model.tokens(x)
     q, k, v = block.attention.qkv(x).unflatten(-1, (-1, 16)).transpose(1, 2).split(4, dim=1)
@@ -207,15 +199,16 @@ def test_without_positions_and_mask_attention_is_permutation_equivariant():
     assert torch.allclose(full[:, :, order], permuted, atol=1e-12)
 
 
-def test_learned_positions_end_with_an_error_never_a_clamp():
-    model = model_of("learned")
-    model(tokens(1, 32))
-    with pytest.raises(ValueError, match="has 32 positions and cannot read 33"):
-        model(tokens(1, 33))
+@pytest.mark.parametrize("pos", [pos for pos in choices("pos") if pos not in UNLIMITED])
+def test_a_table_of_positions_ends_with_an_error_never_a_clamp(pos):
+    model = model_of(pos)
+    model(random_tokens(1, 32))
+    with pytest.raises(UserError, match=r"has 32 positions and cannot .* 33"):
+        model(random_tokens(1, 33))
 
 
 def test_sinusoidal_is_vaswanis_formula_and_starts_no_louder_than_the_tokens():
-    encoding = gpt.build_encoding(train_settings("pos=sinusoidal", *SMALL))
+    encoding = encoding_of("sinusoidal")
     table = (encoding.embed(torch.zeros(1, 40, 64), torch.arange(40)) / encoding.scale)[0]
     for p in (0, 1, 17, 39):
         for i in (0, 5, 31):
@@ -226,83 +219,77 @@ def test_sinusoidal_is_vaswanis_formula_and_starts_no_louder_than_the_tokens():
     assert rms == pytest.approx(0.02, rel=0.01)
 
 
-# ---- the attention that they run in ----
+# ---- partial and proportional rotation ----
 
 
-@pytest.mark.parametrize("pos", choices("pos"))
-@pytest.mark.parametrize("window", [None, 1, 5, 24])
-@pytest.mark.parametrize("n_kv_heads", [4, 2])
-def test_blocked_and_written_out_attention_equal_the_plain_formula(pos, window, n_kv_heads, monkeypatch):
-    """Both paths, against softmax(q k / sqrt(D) + bias) with a dense mask written here."""
-    model = model_of(pos, f"model.n_kv_heads={n_kv_heads}")
-    x, scaled = tokens(), Scaled(window=window)
-    written_out = model(x, scaled=scaled)
-    with torch.no_grad():
-        whole = model(x, scaled=scaled)
-        monkeypatch.setattr(attention, "QUERY_BLOCK", 7)
-        blocked = model(x, scaled=scaled)
-
-    def plain(q, k, v, pos, positions, scaled, far):
-        T, window = q.shape[2], scaled.window
-        distance = torch.arange(T)[:, None] - torch.arange(T)
-        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-        bias = pos.bias(positions, positions)
-        scores = scores if bias is None else scores + bias
-        return scores.masked_fill((distance < 0) | (distance >= (window or T)), -math.inf).softmax(-1) @ v
-
-    monkeypatch.setattr(attention, "attend", plain)
-    want = model(x, scaled=scaled)
-    for got in (written_out, whole, blocked):
-        assert (got - want).abs().max() < 1e-9
+def test_partial_rotary_rotates_the_first_part_with_its_own_exponent():
+    encoding = encoding_of("rope_partial", "pos.rotary_fraction=0.5")
+    assert encoding.inv_freq.tolist() == pytest.approx([10000 ** (-2 * i / 8) for i in range(4)])  # D = 8 of 16
+    q = torch.randn(1, 5, 2, 16)
+    rotated, _ = encoding.rotate(q, q, encoding.prepare(torch.arange(5), NO_CHANGE))
+    assert torch.equal(rotated[..., 8:], q[..., 8:]) and not torch.equal(rotated[:, 1:, :, :8], q[:, 1:, :, :8])
 
 
-@pytest.mark.parametrize("pos", NO_POSITION_LIMIT)
-def test_window_control_is_full_attention_inside_the_window(pos):
-    model, x = model_of(pos), tokens(1, 24)
-    with torch.no_grad():
-        full = model(x)
-        assert torch.equal(model(x, scaled=Scaled(window=24)), full)
-        assert (model(x, scaled=Scaled(window=23)) - full).abs().max() > 1e-6
+def test_proportional_rotary_rotates_the_fast_pairs_at_the_full_heads_frequencies():
+    encoding, full = encoding_of("rope_proportional", "pos.rotary_fraction=0.5"), encoding_of("rope")
+    assert torch.equal(encoding.inv_freq, full.inv_freq[:4])
+    q = torch.randn(1, 5, 2, 16)
+    p = torch.arange(5)
+    rotated, want = (e.rotate(q, q, e.prepare(p, NO_CHANGE))[0] for e in (encoding, full))
+    fast = torch.tensor([0, 1, 2, 3, 8, 9, 10, 11])  # pairs (i, i + 8), i < 4
+    slow = torch.tensor([4, 5, 6, 7, 12, 13, 14, 15])
+    assert torch.equal(rotated[..., fast], want[..., fast]) and torch.equal(rotated[..., slow], q[..., slow])
 
 
-def test_losses_score_the_last_tokens_and_blocks_change_nothing(monkeypatch):
-    model, x = model_of("rope"), tokens(2, 17)
-    logits = model(x[:, :-1])
-    want = F.cross_entropy(logits[:, -5:].flatten(0, 1), x[:, -5:].flatten(), reduction="none").view(2, 5)
-    assert (model.losses(x[:, :-1], x[:, -5:]) - want).abs().max() < 1e-6
-    whole = model.losses(x[:, :-1], x[:, 1:]).mean()
-    whole.backward()
-    grads = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    monkeypatch.setattr(gpt, "LOSS_BLOCK", 3 * 50)  # three rows of logits at a time
-    blocked = model.losses(x[:, :-1], x[:, 1:]).mean()
-    blocked.backward()
-    assert (whole - blocked).abs() < 1e-6
-    for p, grad in zip(model.parameters(), grads, strict=True):
-        assert (p.grad - grad).abs().max() < 1e-6
+@pytest.mark.parametrize("fraction", ["0", "1.5", "-0.1", "0.01"])
+def test_rotary_fractions_that_leave_no_pair_are_refused(fraction):
+    with pytest.raises(ValueError, match=r"pos\.rotary_fraction=.*: must be at most 1 and leave a pair of head_dim=16"):
+        encoding_of("rope_partial", f"pos.rotary_fraction={fraction}")
 
 
-@pytest.mark.parametrize("shape", [("gelu", True), ("swiglu", True), ("gelu", False)])
-def test_model_options(shape):
-    mlp, tied = shape
-    model = gpt.build(train_settings("pos=rope", *SMALL, f"model.mlp={mlp}", f"model.tied_head={tied}"), 64)
-    assert (model.head.weight is model.tokens.weight) == tied
-    plain = gpt.build(train_settings("pos=rope", *SMALL), 64).n_parameters() + (0 if tied else 64 * 64)
-    assert abs(model.n_parameters() / plain - 1) < 0.15  # a gated MLP costs about the same
+# ---- xPos ----
 
 
-def test_sizes_are_as_documented():
-    sizes = {"nano": (3e6, 4.2e6), "tiny": (10e6, 30e6)}
-    for name, (low, high) in sizes.items():
-        model = gpt.build(train_settings(f"model={name}"), 2048)
-        assert low <= model.n_parameters() <= high
-    with torch.device("meta"):
-        model = gpt.build(train_settings("model=gpt2", "pos=learned", "ctx=1024", "batch_tokens=8192"), 50304)
-    assert model.n_parameters() == pytest.approx(124e6, rel=0.01)
+@pytest.mark.parametrize("offset", [0, 1000, 60_000])
+def test_xpos_is_ropes_score_times_a_decay_of_the_distance(offset):
+    torch.manual_seed(0)
+    xpos = XPos(SHAPE, 10000.0, False, gamma=0.4, scale_base=512.0)
+    rope = encoding_of("rope")
+    p = torch.tensor([0, 3, 200, 900]) + offset
+    q, k = torch.zeros(2, 1, 4, 1, 16).unbind()
+    for i in range(8):  # one pair at a time, whose decay is known
+        q.zero_()[..., [i, i + 8]], k.zero_()[..., [i, i + 8]] = torch.randn(2, 4, 1, 2)
+        got, plain = (
+            torch.einsum("bqhd,bkhd->qk", *(t.double() for t in e.rotate(q, k, e.prepare(p, NO_CHANGE))))
+            for e in (xpos, rope)
+        )
+        zeta = (2 * i / 16 + 0.4) / 1.4
+        want = plain * zeta ** ((p[:, None] - p) / 512)
+        assert (got - want).abs().max() < 1e-3 * want.abs().max()
+
+
+# ---- T5's buckets ----
+
+
+def test_t5_buckets_equal_transformers():
+    attention = pytest.importorskip("transformers.models.t5.modeling_t5").T5Attention
+    for buckets, longest in ((32, 128), (16, 64), (8, 1000), (64, 128)):
+        ours = T5Bias(SHAPE, buckets, longest).bucket(torch.arange(3000))
+        theirs = attention._relative_position_bucket(-torch.arange(3000), False, buckets, longest)
+        assert torch.equal(ours, theirs)
+
+
+def test_t5_buckets_by_hand():
+    bucket = T5Bias(SHAPE, 8, 16).bucket(torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16, 1000]))
+    # 0..3 exact; then 4 + floor(4 ln(d / 4) / ln 4): 6 -> 5.17, 8 -> 6, 12 -> 7.17
+    assert bucket.tolist() == [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 7, 7]
+
+
+# ---- refused shapes ----
 
 
 def test_odd_head_dim_is_refused():
     with pytest.raises(ValueError, match="head_dim=15"):
-        gpt.build_encoding(train_settings("pos=rope", *SMALL, "model.width=60"))
+        encoding_of("rope", "model.width=60")
     with pytest.raises(ValueError, match=r"model\.width=63"):
-        gpt.build_encoding(train_settings("pos=sinusoidal", *SMALL, "model.width=63", "model.n_heads=7"))
+        encoding_of("sinusoidal", "model.width=63", "model.n_heads=7")

@@ -3,32 +3,29 @@
 import pytest
 import torch
 
-from conf.registry import usual
+from conf.compose import compose
 from model import gpt, scaling
-from model.attention import Cache
-from model.scaling import Unfit
-from sample import Decoder, draw, verbatim
-from tests.conftest import ROOT, choices, command, composed, run_train, train_settings
+from model.decode import Cache, Decoder
+from model.scaling import NotApplicable
+from sample import draw, quote_prompt
+from tests.helpers import ROOT, choices, command, more_positions, run_train, scaling_knobs, train_settings
 
 L, V = 16, 64
 
 
-def build(pos: str, *more: str, layers: int = 2) -> tuple[gpt.GPT, scaling.Trained]:
-    longest = ["pos.max_positions=64"] if pos == "learned" else []
-    cfg = train_settings("exp=smoke", f"pos={pos}", *longest, f"ctx={L}", f"model.n_layers={layers}",
+def build(pos: str, *more: str, layers: int = 2) -> tuple[gpt.GPT, scaling.TrainedContext]:
+    cfg = train_settings("exp=smoke", f"pos={pos}", *more_positions(pos, 64), f"ctx={L}", f"model.n_layers={layers}",
                          "model.width=32", "model.n_heads=2", *more)  # fmt: skip
     model = gpt.build(cfg, V).eval()
     torch.manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn_like(p) * 0.3)
-    return model, gpt.trained(cfg, model.pos)
+    return model, gpt.trained_context(cfg, model.pos)
 
 
-def resolver(name: str, trained: scaling.Trained):
-    knobs = usual("scaling", name)
-    if name == "longrope" and trained.frequencies is not None:
-        knobs["long"] = [1.0 + i for i in range(len(trained.frequencies))]
+def resolver(name: str, trained: scaling.TrainedContext):
+    knobs = scaling_knobs(name, 0 if trained.frequencies is None else len(trained.frequencies))
     return lambda n: scaling.resolve(knobs, trained, n, 4 * L)
 
 
@@ -36,12 +33,12 @@ def text(n: int) -> torch.Tensor:
     return torch.randint(V, (2, n), generator=torch.Generator().manual_seed(0))
 
 
-def full(model: gpt.GPT, x: torch.Tensor, scaled: scaling.Scaled) -> torch.Tensor:
+def full(model: gpt.GPT, x: torch.Tensor, change: scaling.ContextChange) -> torch.Tensor:
     with torch.inference_mode():
-        return model(x, scaled=scaled)[:, -1]
+        return model(x, change=change)[:, -1]
 
 
-def compare(model: gpt.GPT, resolve, decode: str = "exact", start: int = 5) -> float:
+def largest_difference(model: gpt.GPT, resolve, decode: str = "exact", start: int = 5) -> float:
     """The largest difference between cached and full logits, token by token from `start` to 3 L."""
     x, decoder = text(3 * L), Decoder(model, resolve, decode)
     return max((decoder.logits(x[:, :n]) - full(model, x[:, :n], resolve(n))).abs().max().item()
@@ -55,43 +52,43 @@ def test_cached_decoding_equals_a_full_forward_at_every_length(pos, name):
     resolve = resolver(name, trained)
     try:
         resolve(2 * L)
-    except Unfit:
-        pytest.skip(f"{name} does not fit {pos}")
-    assert compare(model, resolve) < 1e-3  # of logits of about 10
+    except NotApplicable:
+        pytest.skip(f"scaling={name} is not applicable to pos={pos}")
+    assert largest_difference(model, resolve) < 1e-3  # of logits of about 10
 
 
 @pytest.mark.parametrize("name", ["none", "ntk", "window", "dynamic_ntk"])
 def test_linear_attention_and_grouped_keys_and_qk_norm_decode_alike(name):
     for more in (["attention=linear"], ["model.n_kv_heads=1"], ["model.qk_norm=true"]):
         model, trained = build("rope", *more)
-        assert compare(model, resolver(name, trained)) < 1e-3
+        assert largest_difference(model, resolver(name, trained)) < 1e-3
 
 
 def test_several_new_tokens_at_once():
     for name in ("none", "window", "rerope"):
         model, trained = build("rope")
-        scaled = resolver(name, trained)(40)
+        change = resolver(name, trained)(40)
         x, cache = text(40), Cache()
         with torch.inference_mode():
-            parts = [model.scores(part, part.shape[1], scaled, cache) for part in x.split([7, 20, 13], dim=1)]
-            assert torch.allclose(torch.cat(parts, 1), model(x, scaled=scaled), atol=1e-3)
+            parts = [model.last_logits(part, part.shape[1], change, cache) for part in x.split([7, 20, 13], dim=1)]
+            assert torch.allclose(torch.cat(parts, 1), model(x, change=change), atol=1e-3)
 
 
-def test_rebased_keys_are_exact_for_one_layer_and_turned_keys_are_not():
-    """transformers#25104: keys that were cached as turned at their own length meet queries of another base."""
+def test_rebased_keys_are_exact_for_one_layer_and_rotated_keys_are_not():
+    """transformers#25104: keys that were cached rotated, each at its length, meet queries of another base."""
     model, trained = build("rope", layers=1)
     resolve = resolver("dynamic_ntk", trained)
-    assert compare(model, resolve, "rebased") < 1e-3
+    assert largest_difference(model, resolve, "rebased") < 1e-3
 
-    def turned_logits(x: torch.Tensor) -> torch.Tensor:
+    def logits_with_rotated_keys(x: torch.Tensor) -> torch.Tensor:
         keys, values = [], []
         block = model.blocks[0]
         for n in range(1, x.shape[1] + 1):
-            scaled = resolve(n)
+            change = resolve(n)
             new, at = x[:, n - 1 : n], torch.tensor([n - 1])
             h = model.pos.embed(model.tokens(new), at)
             qkv = block.attention.qkv(block.norm1(h)).unflatten(-1, (-1, 16))
-            q, k, v = model.pos.rotate_qkv(qkv, (2, 2, 2), model.pos.prepare(at, scaled), None)
+            q, k, v = model.pos.rotate_qkv(qkv, (2, 2, 2), model.pos.prepare(at, change))
             keys, values = [*keys, k], [*values, v]
             K, W = torch.cat(keys, 1).transpose(1, 2), torch.cat(values, 1).transpose(1, 2)
             y = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), K, W)
@@ -102,19 +99,24 @@ def test_rebased_keys_are_exact_for_one_layer_and_turned_keys_are_not():
     with torch.inference_mode():
         for n, equal in ((L, True), (3 * L, False)):
             x = text(n)
-            assert torch.allclose(turned_logits(x), full(model, x, resolve(n)), atol=1e-3) == equal
+            assert torch.allclose(logits_with_rotated_keys(x), full(model, x, resolve(n)), atol=1e-3) == equal
 
 
-def test_rebased_keys_are_static_methods_own_speed_and_close_for_dynamic_ones():
+def test_how_many_tokens_each_step_processes():
     model, trained = build("rope", layers=3)
-    assert compare(model, resolver("none", trained), "rebased") < 1e-3
-    reads = []
-    scores, model.scores = model.scores, lambda new, *rest: (reads.append(new.shape[1]), scores(new, *rest))[1]
-    compare(model, resolver("dynamic_ntk", trained), "rebased")
-    assert reads == [5, *[1] * (3 * L - 5)]
-    reads.clear()
-    compare(model, resolver("dynamic_ntk", trained), "exact")
-    assert reads == [5, *[1] * (L - 5), *range(L + 1, 3 * L + 1)]
+    assert largest_difference(model, resolver("none", trained), "rebased") < 1e-3
+    processed, last_logits = [], model.last_logits
+
+    def counted(new, *rest):
+        processed.append(new.shape[1])
+        return last_logits(new, *rest)
+
+    model.last_logits = counted
+    largest_difference(model, resolver("dynamic_ntk", trained), "rebased")
+    assert processed == [5, *[1] * (3 * L - 5)]
+    processed.clear()
+    largest_difference(model, resolver("dynamic_ntk", trained), "exact")
+    assert processed == [5, *[1] * (L - 5), *range(L + 1, 3 * L + 1)]
 
 
 def test_draw_takes_the_likeliest_or_among_the_top_k():
@@ -129,7 +131,7 @@ def test_draw_takes_the_likeliest_or_among_the_top_k():
     "prompt", ["def ", " it's [a, b], {x: 1}=", "${y} $", "a\\\\b \\ end\\", "'", '"q"', "", "naïve ≤ 3", "\\'"]
 )
 def test_a_prompt_is_taken_as_it_is(prompt):
-    assert composed("sample", f"prompt={verbatim(prompt)}").prompt == prompt
+    assert compose("sample", quote_prompt(f"prompt={prompt}")).prompt == prompt
 
 
 def test_the_command_writes_the_same_for_the_same_seed(here):

@@ -1,10 +1,10 @@
-"""Sweeps, train.py -m and eval.py -m: what fails fails alone, what is done is not done again."""
+"""Sweeps, train.py -m and eval.py -m: a failing job fails alone, and finished work is skipped."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import command
+from tests.helpers import command
 
 
 def files(pattern: str) -> dict[str, int]:
@@ -18,7 +18,7 @@ def test_one_failing_job_does_not_lose_the_others_and_finished_ones_are_skipped(
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert lines == [
         "error: exp=smoke steps=2 batch_tokens=100: batch_tokens=100: must be a multiple of ctx=64",
-        "error: 1 of 3 jobs failed, as said above: exp=smoke steps=2 batch_tokens=100",
+        "error: 1 of 3 jobs failed with the errors above: exp=smoke steps=2 batch_tokens=100",
     ]
     names = [f"rope-smoke-batch_tokens{n}-steps2" for n in (128, 256)]
     before = files("runs/*/ckpt.pt")
@@ -28,12 +28,12 @@ def test_one_failing_job_does_not_lose_the_others_and_finished_ones_are_skipped(
     assert again.returncode == 1 and again.stdout.count("already trained, 2 steps") == 2
     assert files("runs/*/ckpt.pt") == before
 
-    read = ("-m", f"run={names[0]},nobody,{names[1]}", "ctx=128", "documents=3")
-    done = command("eval.py", *read, cwd=here)
-    assert done.returncode == 1 and "error: 1 of 3 jobs failed, as said above: run=nobody" in done.stderr
+    evaluate = ("-m", f"run={names[0]},nobody,{names[1]}", "ctx=128", "documents=3")
+    done = command("eval.py", *evaluate, cwd=here)
+    assert done.returncode == 1 and "error: 1 of 3 jobs failed with the errors above: run=nobody" in done.stderr
     curves = files("runs/*/eval/*.jsonl")
     assert sorted(Path(f).parts[1] for f in curves) == sorted(2 * names)  # none and window of each
-    assert command("eval.py", *read[:1], f"run={','.join(names)}", *read[2:], cwd=here).returncode == 0
+    assert command("eval.py", *evaluate[:1], f"run={','.join(names)}", *evaluate[2:], cwd=here).returncode == 0
     assert files("runs/*/eval/*.jsonl") == curves
 
 
@@ -48,10 +48,10 @@ def test_the_joblib_launcher_spreads_jobs_over_processes(here):
     sweep = ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "exp=smoke", "steps=2")
     done = command("train.py", *sweep, "batch_tokens=128,100,256", cwd=here)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "error: 1 of 3 jobs failed, as said above: exp=smoke steps=2 batch_tokens=100" in done.stderr
+    assert "error: 1 of 3 jobs failed with the errors above: exp=smoke steps=2 batch_tokens=100" in done.stderr
     names = {p.parent.name for p in here.glob("runs/*/ckpt.pt")}
     assert names == {f"rope-smoke-batch_tokens{n}-steps2" for n in (128, 256)}
-    read = ("-m", *sweep[1:3], f"run={','.join(sorted(names))}", "ctx=128", "documents=3")
-    done = command("eval.py", *read, cwd=here)
+    evaluate = ("-m", *sweep[1:3], f"run={','.join(sorted(names))}", "ctx=128", "documents=3")
+    done = command("eval.py", *evaluate, cwd=here)
     assert done.returncode == 0, done.stderr
     assert len(list(here.glob("runs/*/eval/none-*.jsonl"))) == 2

@@ -13,9 +13,14 @@ import pytest
 import torch
 
 import train
+from conf.compose import compose
+from conf.errors import UserError
 from conf.schema import OptimConfig, train_config
-from model import checkpoint
-from tests.conftest import ROOT, choices, command, composed, run_eval, run_train, train_settings
+from engine import checkpoint
+from engine.optimizer import learning_rate
+from engine.signals import StopSignal
+from measure.curves import read_curve
+from tests.helpers import ROOT, choices, command, run_eval, run_train, train_settings
 
 
 def weights(name: str) -> dict:
@@ -43,11 +48,11 @@ EACH += ["micro_tokens=128"]  # 4 forward passes for each step
 @pytest.mark.parametrize("setting", EACH)
 def test_every_yaml_composes_and_trains_two_steps(setting, here):
     small = [] if setting.startswith("model=") else ["model.width=32"]
-    cfg = composed("train", "exp=smoke", setting, "steps=2", "name=x", *small)
+    cfg = compose("train", "exp=smoke", setting, "steps=2", "name=x", *small)
     if setting.startswith("model="):  # exp=smoke makes every model small: undo that
-        shape = composed("train", setting)
+        shape = compose("train", setting)
         cfg.model, cfg.batch_tokens, cfg.val_windows = shape.model, 128, 2
-    train.main(cfg)
+    train.train(train_config(cfg))
     state = weights("x")
     assert state["step"] == 2 and math.isfinite(state["validation"]["loss"])
 
@@ -78,19 +83,19 @@ def test_training_learns_and_accumulation_is_the_same_step(here, capsys):
 
 def test_learning_rate():
     o = OptimConfig(lr=1.0, warmup=10, final_lr=0.1)
-    rates = [train.learning_rate(s, 100, o) for s in range(100)]
+    rates = [learning_rate(s, 100, o) for s in range(100)]
     assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1
     assert rates[55] == pytest.approx(0.55) and rates[99] == pytest.approx(0.11)
     assert max(rates) == 1 and rates[10:] == sorted(rates[10:], reverse=True)
 
 
-# ---- stopping and going on ----
+# ---- stopping and resuming ----
 
 
 def stop_at(run: str, step: int) -> type:
-    """A Stop that comes once the run has saved this step."""
+    """A StopSignal that comes as soon as the run has saved this step."""
 
-    class StopAt(train.runtime.Stop):
+    class StopAt(StopSignal):
         exit_code = 143
 
         def __bool__(self):
@@ -102,7 +107,7 @@ def stop_at(run: str, step: int) -> type:
 def test_ten_steps_equal_five_and_five_more(here, monkeypatch, capsys):
     run_train("steps=10", "name=whole")
     with monkeypatch.context() as patch:
-        patch.setattr(train.runtime, "Stop", stop_at("runs/parts", 5))
+        patch.setattr(train, "StopSignal", stop_at("runs/parts", 5))
         with pytest.raises(SystemExit) as stopped:
             run_train("steps=10", "name=parts")
     assert stopped.value.code == 143 and 5 <= weights("parts")["step"] < 10
@@ -136,10 +141,10 @@ def test_signals_save_and_exit(here, number, code):
     out, err = process.communicate(timeout=60)
     assert process.returncode == code and "Traceback" not in err
     step = weights("x")["step"]
-    assert f"stopped: runs/x is saved at step {step} of 100000; the same command goes on" in out
+    assert f"stopped: runs/x is saved at step {step} of 100000; run the same command again to resume" in out
 
 
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_that_goes_on(here):
+def test_a_kill_at_any_moment_leaves_a_complete_checkpoint_to_resume_from(here):
     settings = ("steps=150", "save_every=1")
     process = start(here, *settings)
     for _ in range(2):  # at two moments; saving at every step, one in a few hits a save
@@ -172,7 +177,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(here):
         done = subprocess.run(args, cwd=here, preexec_fn=small_files, capture_output=True, text=True, timeout=120)
         last = done.stderr.strip().splitlines()[-1]
         assert done.returncode == 1 and last.startswith(f"error: runs/{name}/ckpt.pt: cannot be written (")
-        assert ("the last one saved is kept" in last) == kept and "Traceback" not in done.stderr
+        assert ("the previous one is unchanged" in last) == kept and "Traceback" not in done.stderr
         assert not list(Path(f"runs/{name}").glob(".*"))
     assert Path("runs/x/ckpt.pt").read_bytes() == before
 
@@ -180,7 +185,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(here):
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(here, monkeypatch):
     real = train.learning_rate
     monkeypatch.setattr(train, "learning_rate", lambda step, *a: math.inf if step == 12 else real(step, *a))
-    with pytest.raises(ValueError, match=r"not finite by step 15: runs/x/ckpt\.pt keeps step 10; try optim\.lr below"):
+    with pytest.raises(UserError, match=r"not finite by step 15: runs/x/ckpt\.pt keeps step 10; try optim\.lr below"):
         run_train("name=x")
     state = weights("x")
     assert state["step"] == 10 and all(p.isfinite().all() for p in state["model"].values())
@@ -190,7 +195,7 @@ def test_another_config_under_the_same_name_is_refused_by_key(here):
     run_train("steps=2", "name=x")
     before = Path("runs/x/ckpt.pt").read_bytes()
     with pytest.raises(
-        ValueError, match=r"optim\.lr=0\.5 \(the run has 0\.002\), pos\.base=7\.0 \(the run has 10000\.0\)"
+        UserError, match=r"optim\.lr=0\.5 \(the run has 0\.002\), pos\.base=7\.0 \(the run has 10000\.0\)"
     ):
         run_train("steps=2", "name=x", "optim.lr=0.5", "pos.base=7.0")
     run_train("steps=2", "name=x", "save_every=7", "log_every=1", "compile=false")  # run control may differ
@@ -212,7 +217,7 @@ def test_damaged_and_foreign_checkpoints_are_one_clear_line(here, damage):
     else:
         path.write_bytes(b"")
     with pytest.raises(
-        ValueError, match=r"runs/x/ckpt\.pt: not a whole ropewalk checkpoint \(.*\): train again with fresh=true"
+        UserError, match=r"runs/x/ckpt\.pt: not a complete ropewalk checkpoint \(.*\): train again with fresh=true"
     ):
         run_train("steps=2", "name=x")
 
@@ -226,13 +231,13 @@ def test_a_changed_corpus_is_noticed(here):
     (here / "docs" / "0.txt").write_text("other words " * 90)
     state = torch.load("runs/x/ckpt.pt", weights_only=True)
     torch.save({**state, "step": 1}, "runs/x/ckpt.pt")
-    with pytest.raises(ValueError, match="the corpus has changed since this run began"):
+    with pytest.raises(UserError, match="the corpus has changed since this run began"):
         run_train(*settings, "steps=2")
 
 
 def test_run_names_come_from_what_the_command_line_changed():
     def name(*overrides):
-        return train_config(composed("train", *overrides)).name
+        return train_config(compose("train", *overrides)).name
 
     assert name() == name("pos=rope") == "rope"
     assert name("pos=alibi", "seed=1", "device=cpu") == "alibi-seed1"
@@ -295,7 +300,7 @@ def test_compiled_training_is_the_same_to_rounding_and_resumes_exactly(here, mon
     settings = ("steps=16", "save_every=4", "dtype=float32")
     run_train(*settings, "name=a", "compile=true")
     with monkeypatch.context() as patch:
-        patch.setattr(train.runtime, "Stop", stop_at("runs/b", 12))
+        patch.setattr(train, "StopSignal", stop_at("runs/b", 12))
         with pytest.raises(SystemExit):
             run_train(*settings, "name=b", "compile=true")
     assert weights("b")["step"] < 16
@@ -335,38 +340,39 @@ def test_init_starts_from_the_parents_weights_and_keeps_both_contexts_apart(here
     out = capsys.readouterr().out
     assert "pre-trained at ctx 64 (short), extended to 256 by scaling=pi" in out
     rows = {
-        label: [json.loads(line) for line in next(Path("runs/long/eval").glob(f"{label}-*")).read_text().splitlines()]
-        for label in ("none", "window", "ntk")
+        label: read_curve(next(Path("runs/long/eval").glob(f"{label}-*"))).rows for label in ("none", "window", "ntk")
     }
-    assert {row["factor"] for row in rows["none"]} == {4}  # as fine-tuned
-    assert {row["window"] for row in rows["window"]} == {256} and {row["factor"] for row in rows["window"]} == {4}
-    assert [(row["n"], row["factor"]) for row in rows["ntk"]] == [(64, 4), (128, 4), (256, 4), (512, 8)]
-    assert all(row["train_ctx"] == 64 and row["extended_ctx"] == 256 for row in rows["ntk"])
+    assert {row.factor for row in rows["none"]} == {4}  # as fine-tuned
+    assert {row.window for row in rows["window"]} == {256} and {row.factor for row in rows["window"]} == {4}
+    assert [(row.n, row.factor) for row in rows["ntk"]] == [(64, 4), (128, 4), (256, 4), (512, 8)]
+    assert all(row.train_ctx == 64 and row.extended_ctx == 256 for row in rows["ntk"])
 
 
 def test_what_init_refuses(here):
-    with pytest.raises(ValueError, match="init=nobody: no trained run of that name in runs/; there are none yet"):
+    with pytest.raises(
+        UserError, match=r"init=nobody: no trained run of that name in runs/: first: python train\.py pos=rope"
+    ):
         run_train("init=nobody", "name=x")
     run_train("steps=1", "pos=learned", "name=table")
     for argv, right in [
         (["pos=alibi"], r"init=table: pos=alibi cannot be chosen, it comes from that run"),
         (["model.width=32"], r"init=table: model\.width=32 cannot be chosen"),
         (["data=text"], r"init=table: data=text cannot be chosen"),
-        (["name=table"], r"init=table: the new run needs a name of its own"),
+        (["name=table"], r"init=table: the new run needs another name: name=NEW"),
         (["ctx=128"], r"pos\.max_positions=64: must be at least ctx=128"),
-        (["scaling=pi"], r"scaling=pi does not fit: .*pos=learned has none"),
+        (["scaling=pi"], r"scaling=pi is not applicable: .*pos=learned has none"),
     ]:
         name = [] if argv[0].startswith("name=") else ["name=new"]
-        with pytest.raises(ValueError, match=right):
+        with pytest.raises(UserError, match=right):
             run_train("init=table", *argv, *name)
     assert not Path("runs/new").exists()
 
 
-def test_a_changed_parent_is_not_gone_on_with(here):
+def test_a_run_whose_parent_has_changed_is_not_resumed(here):
     run_train("steps=1", "name=a")
     run_train("init=a", "ctx=128", "steps=4", "name=b")
     run_train("steps=1", "seed=1", "name=a", "fresh=true")
-    with pytest.raises(ValueError, match=r"runs/b was trained with other settings: pretrained\.weights="):
+    with pytest.raises(UserError, match=r"runs/b has other settings: pretrained\.weights="):
         run_train("init=a", "ctx=128", "steps=4", "name=b")
 
 
@@ -385,5 +391,5 @@ def test_positions_are_drawn_in_training(here):
         run_train(*settings, "steps=2", f"name={name}")
     assert weights("random")["cfg"].longest == 512
     assert not torch.equal(*(weights(n)["model"]["tokens.weight"] for n in ("ordered", "random")))
-    with pytest.raises(ValueError, match="longest=512: pos=learned has 64 positions"):
+    with pytest.raises(UserError, match="longest=512: must be at most 64, the positions of pos=learned"):
         run_train("pos=learned", "positions=random", "name=x")

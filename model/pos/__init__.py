@@ -1,6 +1,10 @@
-"""Positional encodings: one file each. conf/pos/NAME.yaml says `kind: FILE` and the values of its knobs.
+"""Positional encodings, one file each.
 
-A new encoding is a file here with one subclass of Encoding named `build`, and one yaml; nothing else changes.
+To add one, write two files; nothing else changes:
+  model/pos/FILE.py    a subclass of Encoding, bound to the name `build`. Its knobs are the parameters of __init__ after
+                       shape; they are checked against their type hints.
+  conf/pos/NAME.yaml   `kind: FILE` and a value for every knob. Several yamls may share one kind.
+Then `python train.py pos=NAME` trains with it, and the tests run it too.
 """
 
 from dataclasses import dataclass
@@ -8,14 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from conf.registry import call, load
-from kernels import normed
-from model.scaling import Scaled
+from conf.registry import build_from_knobs, load_kind
+from model.scaling import ContextChange
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What an encoding may know of its model."""
+    """The sizes of the model that an encoding may depend on."""
 
     width: int
     n_heads: int
@@ -24,53 +27,70 @@ class Shape:
 
 
 class Encoding(nn.Module):
-    """Hooks, each a function of an explicit tensor of positions, int64 [T] or [B, T]; each does nothing here.
+    """The hooks by which a GPT applies a positional encoding. Each one does nothing here; a subclass overrides some.
 
-    The GPT calls all of them and never asks which encoding it has. Nothing here has a maximum length unless
-    max_positions says so.
+    The GPT calls all hooks and does not know which encoding it has. Positions are always explicit: an int64 tensor
+    [T] or [B, T].
+
+    A subclass initialises its own parameters in __init__: the GPT does not touch parameters whose names start with
+    "pos.". It raises UserError for knobs that are out of range.
+
+    Letters: B batch, T time, H query heads, G key-value heads, D head width, C model width.
     """
 
-    relative: bool = True  # a shift of all positions changes nothing; a test holds every encoding to it
+    # Whether a shift of all positions leaves the logits unchanged. The tests hold every encoding to it.
+    relative: bool = True
+    # The number of positions that the encoding has, 0 .. max_positions - 1, where it keeps a table of them: the model
+    # can neither be trained nor evaluated at a longer context. None: any position can be computed.
     max_positions: int | None = None
-    inv_freq: Tensor | None = None  # float64 [rotary_dim / 2], radians per position, if the encoding rotates
+    # float64 [rotary_dim / 2], radians per position, if the encoding rotates; None: it has no frequencies to scale.
+    inv_freq: Tensor | None = None
 
     def __init__(self, shape: Shape):
         super().__init__()
         self.shape = shape
+        # Without a bias attention needs no mask, hence a faster kernel.
+        self.has_bias = type(self).bias is not Encoding.bias
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Token embeddings [B, T, C] -> the same with positions in them."""
+        """Add positions to the token embeddings x [B, T, C] -> [B, T, C]."""
         return x
 
-    def prepare(self, positions: Tensor, scaled: Scaled) -> Any:
-        """What rotate needs and all layers share, computed once for each forward pass."""
+    def prepare(self, positions: Tensor, change: ContextChange) -> Any:
+        """Compute what rotate needs, such as cosines: once per forward pass, shared by all layers."""
         return None
 
     def rotate(self, q: Tensor, k: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
-        """Queries [B, T, H, D] and keys [B, T, H_kv, D] -> the same, turned."""
+        """Rotate queries [B, T, H, D] and keys [B, T, G, D] by their positions -> the same shapes and dtype.
+
+        prepared: what `prepare` returned.
+        """
         return q, k
 
-    def rotate_qkv(
-        self, qkv: Tensor, heads: tuple[int, int, int], prepared: Any, norm_eps: float | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The projection [B, T, H + 2 G, D] -> q and k, turned, and v; norm_eps: with QK-norm before it."""
+    def rotate_qkv(self, qkv: Tensor, heads: tuple[int, int, int], prepared: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Split a projection qkv [B, T, H + 2 G, D] by heads = (H, G, G) and rotate q and k as `rotate` does.
+
+        Returns q [B, T, H, D], k and v [B, T, G, D]. A hook of its own because a kernel can read the packed tensor.
+        """
         q, k, v = qkv.split(heads, dim=2)
-        return *self.rotate(normed(q, norm_eps).to(q.dtype), normed(k, norm_eps).to(k.dtype), prepared), v
+        return *self.rotate(q, k, prepared), v
 
     def rotate_far(self, q: Tensor, k: Tensor, prepared: Any) -> tuple[Tensor, Tensor] | None:
-        """The same for pairs at a distance of Scaled.clip and more; None where nothing is clipped."""
+        """Like `rotate`, for pairs at a distance of ContextChange.clip or more; None if distances are not clipped."""
         return None
 
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor | None:
-        """What to add to the attention scores, [H, Tq, Tk] or [B, H, Tq, Tk]; None adds nothing and is faster."""
+        """The bias to add to the attention scores, [H, Tq, Tk] or [B, H, Tq, Tk]. None adds nothing and is faster."""
         return None
 
     def key_bias(self, k_positions: Tensor) -> Tensor | None:
-        """If bias is a function of the key alone, but for a constant of each query, which the softmax does not see:
-        that function, float32 [H, Tk] or [B, H, Tk]. Attention then needs no mask."""
+        """If bias(q, k) = g(k) + c(q), return g: softmax ignores c(q), so attention needs no mask.
+
+        float32 [H, Tk] or [B, H, Tk]; None if bias has no such form.
+        """
         return None
 
 
 def build(knobs: dict, shape: Shape) -> Encoding:
-    """The encoding that a yaml of conf/pos names."""
-    return call(load("model.pos", knobs["kind"], "build"), knobs, "pos", shape)
+    """The encoding of these knobs, a yaml of conf/pos. UserError for a kind or a knob that does not exist or fit."""
+    return build_from_knobs(load_kind("model.pos", knobs["kind"], "build"), knobs, "pos", shape)

@@ -7,22 +7,26 @@ from model.pos import Encoding
 
 
 def slopes(n_heads: int) -> list[float]:
-    """2^(-8h/H) for h = 1..H. If H is no power of two, the paper's code takes the slopes of the power of two below
-    and fills up with every other slope of the power of two above."""
+    """The slope of each head: 2^(-8h/H) for h = 1..H.
+
+    If H is no power of two, as the paper's code does: the slopes of the next lower power of two, then every other slope
+    of the next higher one.
+    """
     power = 2 ** (n_heads.bit_length() - 1)
-    own = [2 ** (-8 * h / power) for h in range(1, power + 1)]
-    return own if power == n_heads else own + slopes(2 * power)[0::2][: n_heads - power]
+    geometric = [2 ** (-8 * h / power) for h in range(1, power + 1)]
+    return geometric if power == n_heads else geometric + slopes(2 * power)[0::2][: n_heads - power]
 
 
 class Alibi(Encoding):
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         distance = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)  # [..., Tq, Tk], exact: integers
-        slope = torch.tensor(slopes(self.shape.n_heads), device=distance.device).view(-1, 1, 1)
+        slope = torch.tensor(slopes(self.shape.n_heads), device=distance.device).view(-1, 1, 1)  # [H, 1, 1]
         return -slope * distance.unsqueeze(-3)
 
     def key_bias(self, k_positions: Tensor) -> Tensor:
-        # slope * n differs from -slope * (m - n) by slope * m, which is one constant for all keys of a query
-        slope = torch.tensor(slopes(self.shape.n_heads), device=k_positions.device).view(-1, 1)
+        # bias = slope * n - slope * m, and slope * m is one constant for all keys of a query. Relative to the last key,
+        # so that the numbers stay small, and float32 exact, at positions far from 0.
+        slope = torch.tensor(slopes(self.shape.n_heads), device=k_positions.device).view(-1, 1)  # [H, 1]
         return slope * (k_positions - k_positions.amax()).unsqueeze(-2)
 
 

@@ -1,12 +1,13 @@
 """Sinusoidal embeddings (Vaswani et al. 2017, arXiv 1706.03762, section 3.5), scaled to the token embeddings.
 
-PE[p, 2i] = sin(p * 10000^(-2i/C)), PE[p, 2i+1] = cos(same). Unscaled its rms is 0.71, against 0.02 for a token
-embedding at the start: it would drown the tokens. A learned scalar starts where both are equally large.
+PE[p, 2i] = sin(p * 10000^(-2i/C)), PE[p, 2i+1] = cos(same). Unscaled its RMS is 0.71, that of a token embedding at
+initialisation 0.02: the positions would drown the tokens. So a learned scalar scales it, initialised to equal RMS.
 """
 
 import torch
 from torch import Tensor, nn
 
+from conf.errors import UserError, check
 from kernels import cos_sin, phase
 from model.pos import Encoding, Shape
 
@@ -17,16 +18,15 @@ class Sinusoidal(Encoding):
     def __init__(self, shape: Shape, base: float):
         super().__init__(shape)
         if shape.width % 2:
-            raise ValueError(f"model.width={shape.width}: pos=sinusoidal needs an even width")
-        if base < 1:
-            raise ValueError(f"pos.base={base}: must be at least 1")
+            raise UserError(f"model.width={shape.width}: pos=sinusoidal needs an even width")
+        check(base >= 1, "pos.base", base, "at least 1")
         self.base = base
         self.scale = nn.Parameter(torch.tensor(0.02 * 2**0.5))
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         C = self.shape.width
-        freq = self.base ** (-torch.arange(0, C, 2, dtype=torch.float64) / C)
-        cos, sin = cos_sin(phase(freq).to(positions.device), positions)
+        freq = self.base ** (-torch.arange(0, C, 2, dtype=torch.float64) / C)  # [C / 2]
+        cos, sin = cos_sin(phase(freq).to(positions.device), positions)  # [T, C / 2] or [B, T, C / 2]
         return x + (self.scale * torch.stack((sin, cos), dim=-1).flatten(-2)).to(x.dtype)
 
 

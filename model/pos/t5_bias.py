@@ -1,7 +1,7 @@
 """T5's relative bias (Raffel et al. 2019, arXiv 1910.10683): a learned number for each head and bucket of distances.
 
-The first half of the buckets are the distances 0, 1, 2, ..., the others grow in geometric progression up to
-max_distance, and everything past it is in the last one.
+The first half of the buckets are the distances 0, 1, 2, ...; the others grow geometrically up to max_distance; all
+longer distances share the last bucket.
 """
 
 import math
@@ -9,30 +9,31 @@ import math
 import torch
 from torch import Tensor, nn
 
+from conf.errors import check
 from model.pos import Encoding, Shape
 
 
 class T5Bias(Encoding):
     def __init__(self, shape: Shape, buckets: int, max_distance: int):
         super().__init__(shape)
-        if buckets < 2:
-            raise ValueError(f"pos.buckets={buckets}: must be at least 2")
-        if max_distance <= buckets // 2:
-            raise ValueError(f"pos.max_distance={max_distance}: must be greater than half of pos.buckets={buckets}")
+        check(buckets >= 2, "pos.buckets", buckets, "at least 2")
+        right = f"greater than half of pos.buckets={buckets}"
+        check(max_distance > buckets // 2, "pos.max_distance", max_distance, right)
         self.buckets, self.max_distance = buckets, max_distance
         self.table = nn.Embedding(buckets, shape.n_heads)
         nn.init.zeros_(self.table.weight)
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """The bucket of each distance >= 0, int64."""
+        """The bucket of each distance >= 0, int64 of the same shape."""
         exact = self.buckets // 2
         grown = (distance.clamp(min=1).float() / exact).log() / math.log(self.max_distance / exact)
         grown = exact + (grown * (self.buckets - exact)).long()
         return torch.where(distance < exact, distance, grown.clamp(max=self.buckets - 1))
 
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        distance = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
-        return self.table(self.bucket(distance.clamp(min=0))).movedim(-1, -3)
+        distance = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)  # [..., Tq, Tk]
+        # Keys after the query have negative distances. They are masked, so any bucket will do.
+        return self.table(self.bucket(distance.clamp(min=0))).movedim(-1, -3)  # [..., Tq, Tk, H] -> [..., H, Tq, Tk]
 
 
 build = T5Bias

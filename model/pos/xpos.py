@@ -7,35 +7,41 @@ one constant c for both, or the scores would depend on it.
 import torch
 from torch import Tensor
 
+from conf.errors import check
 from model.pos import Shape
 from model.pos.rope import Rope, Table, Tables
-from model.scaling import Scaled
+from model.scaling import ContextChange
 
 
 class XPos(Rope):
-    by_kernel = False  # its tables decay
+    """Knobs: base and interleaved as in Rope; gamma; scale_base, in tokens."""
 
     def __init__(self, shape: Shape, base: float, interleaved: bool, gamma: float, scale_base: float):
         super().__init__(shape, base, interleaved)
         for name, value in (("gamma", gamma), ("scale_base", scale_base)):
-            if value <= 0:
-                raise ValueError(f"pos.{name}={value}: must be above 0")
+            check(value > 0, f"pos.{name}", value, "above 0")
         P = len(self.inv_freq)
         zeta = (torch.arange(P, dtype=torch.float64, device="cpu") / P + gamma) / (1 + gamma)
-        self.log_zeta = (zeta.log() / scale_base).tolist()  # for each token; a list, which no cast can touch
+        self.log_zeta = (zeta.log() / scale_base).tolist()  # [P], per token; a list, because no cast can touch it
 
-    def prepare(self, positions: Tensor, scaled: Scaled) -> Tables:
-        tables = super().prepare(positions, scaled)
-        # The middle as c: the powers then reach twice as far before they leave float32's range (70,000 tokens).
+    def prepare(self, positions: Tensor, change: ContextChange) -> Tables:
+        """Rope's tables, those of q times the decay and those of k divided by it."""
+        tables = super().prepare(positions, change)
+        # With the middle position as c, contexts can be twice as long (70,000 tokens) before a power leaves float32.
         centred = positions.float() - (positions.amin() + positions.amax()).float() / 2
         log_zeta = torch.tensor(self.log_zeta, dtype=torch.float32, device=positions.device)
-        decay = (centred.unsqueeze(-1) * log_zeta).exp()
+        decay = (centred.unsqueeze(-1) * log_zeta).exp()  # [T, P] or [B, T, P]
 
-        def times(table: Table, by: Tensor) -> Table:
-            return table[0] * by, table[1] * by
+        def times(table: Table, factor: Tensor) -> Table:
+            return table[0] * factor, table[1] * factor
 
-        far = tables.far and Tables(times(tables.far.q, decay), times(tables.far.k, 1 / decay))
-        return Tables(times(tables.q, decay), times(tables.k, 1 / decay), far)
+        def decayed(tables: Tables) -> Tables:
+            return Tables(times(tables.q, decay), times(tables.k, 1 / decay))
+
+        result = decayed(tables)
+        if tables.far is not None:
+            result.far = decayed(tables.far)
+        return result
 
 
 build = XPos

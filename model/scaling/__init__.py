@@ -1,7 +1,12 @@
 """Context extension: one file each, with one pure function `scale`. conf/scaling/NAME.yaml says `kind: FILE`.
 
-A new method is a file here and one yaml; nothing else changes. A method knows no module, no device and no cache, so
-the order in which lengths are evaluated cannot matter.
+A new method is one .py here and one .yaml; nothing else changes:
+
+    def scale(trained: TrainedContext, n: int, <knobs of the yaml>) -> ContextChange
+
+It says what changes when a run that was trained at L tokens processes n tokens. It knows no module, no device and no
+cache, so the order in which lengths are evaluated cannot matter. If a longer input changes what earlier positions see
+(dynamic NTK), the file says PREFIX_CONSISTENT = False.
 """
 
 import functools
@@ -9,18 +14,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-import torch
 from torch import Tensor
 
-from conf.registry import call, load
+from conf.errors import UserError
+from conf.registry import build_from_knobs, load_kind, yaml_name
 
 
-class Unfit(ValueError):
+class NotApplicable(UserError):
     """The method cannot be applied to this run."""
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedContext:
     """What a scaling method may know of the run it is applied to."""
 
     pos: str  # the encoding's name
@@ -30,14 +35,15 @@ class Trained:
     extended_ctx: int = 0  # the context after fine-tuning to a longer one; 0: not fine-tuned
 
     @property
-    def reach(self) -> int:
+    def longest_trained_ctx(self) -> int:
         """The longest context that this run was trained on in any way, tokens."""
         return max(self.train_ctx, self.extended_ctx)
 
     @property
     def inv_freq(self) -> Tensor:
+        """float64 [rotary_dim / 2]. NotApplicable for an encoding that does not rotate."""
         if self.frequencies is None:
-            raise Unfit(f"it changes rotary frequencies, and pos={self.pos} has none")
+            raise NotApplicable(f"it changes rotary frequencies, and pos={self.pos} has none")
         return self.frequencies
 
     @property
@@ -46,75 +52,72 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """What a scaling method may change. The defaults change nothing."""
+class ContextChange:
+    """What a scaling method changes. A field that equals its default is not changed."""
 
-    inv_freq: Tensor | None = None  # float64 [rotary_dim / 2]; None keeps the trained ones
-    factor: float = 1.0  # s, as resolved: for the log and the table
-    attention_factor: float = 1.0  # multiplies cos and sin
-    window: int | None = None  # each query sees this many keys, itself included; None sees all
-    sinks: int = 0  # first keys that stay in sight of every query, beside the window
+    inv_freq: Tensor | None = None  # float64 [rotary_dim / 2]; None: the trained ones
+    factor: float = 1.0  # s, as resolved: for logs and tables only
+    attention_factor: float = 1.0  # multiplies cos and sin, so scores grow by its square
+    window: int | None = None  # each query sees this many keys, itself included; None: all
+    sinks: int = 0  # the first keys, which every query sees in addition to the window
     logn: int | None = None  # L: a query at position m is multiplied by max(1, ln(m + 1) / ln L)
-    clip: int | None = None  # w: a key at distance r >= w is turned as if at w + (r - w) / leak
+    clip: int | None = None  # w: a key at distance r >= w is rotated as if at w + (r - w) / leak
     leak: float = math.inf
 
-
-UNSCALED = Scaled()
-
-
-def _changes(s: Scaled) -> dict:
-    values = {f.name: (getattr(s, f.name), f.default) for f in fields(s)}
-    return {k: v for k, (v, default) in values.items() if isinstance(v, Tensor) or v != default}
+    def overrides(self) -> dict:
+        """The fields that this changes. A value that equals the default counts as unchanged, a tensor as changed."""
+        values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
+        return {k: v for k, (v, default) in values.items() if isinstance(v, Tensor) or v != default}
 
 
-def same(a: Scaled, b: Scaled) -> bool:
-    """Whether the two change the same things alike (the factor is only for the log)."""
-    x, y = ({k: v for k, v in _changes(s).items() if k != "factor"} for s in (a, b))
-    return x.keys() == y.keys() and all(
-        torch.equal(v, y[k]) if isinstance(v, Tensor) else v == y[k] for k, v in x.items()
-    )
+NO_CHANGE = ContextChange()
 
 
-def compose(a: Scaled, b: Scaled) -> Scaled:
-    """Both, where they change different things, as the literature joins NTK or ReRoPE with log-n."""
-    if both := (_changes(a).keys() & _changes(b).keys()) - {"factor"}:
-        raise Unfit(f"plus: two methods change the same thing ({', '.join(sorted(both))}), so they do not compose")
-    return replace(a, **_changes(b))
+def compose(a: ContextChange, b: ContextChange) -> ContextChange:
+    """Both changes, as the literature joins NTK or ReRoPE with log-n. NotApplicable if they change the same field."""
+    if both := (a.overrides().keys() & b.overrides().keys()) - {"factor"}:
+        fields_ = ", ".join(sorted(both))
+        raise NotApplicable(f"plus: two methods change the same thing ({fields_}), so they do not compose")
+    return replace(a, **b.overrides())
 
 
-def resolve(knobs: dict, trained: Trained, n: int, ctx: int, plus: Sequence[dict] = ()) -> Scaled:
-    """What the method that a yaml of conf/scaling names does at length n, when ctx is the longest length in view.
+def override(trained: ContextChange, requested: ContextChange) -> ContextChange:
+    """Combine the scaling requested at evaluation with the one the run was trained with.
 
-    factor auto is n / L (1 inside L), fixed is ctx / L at every n (what a deployed model pays), a number is itself.
-    plus: methods on top of it.
+    A request that changes inv_freq replaces inv_freq and attention_factor together; every other field that the request
+    does not change keeps its trained value.
+    """
+    if requested.inv_freq is not None:
+        trained = replace(trained, inv_freq=None, attention_factor=1.0, factor=1.0)
+    return replace(trained, **requested.overrides())
+
+
+def resolve(knobs: dict, trained: TrainedContext, n: int, ctx: int, plus: Sequence[dict] = ()) -> ContextChange:
+    """What the method in knobs (a yaml of conf/scaling) changes at length n, if ctx is the longest length of interest.
+
+    A knob called `factor` is resolved here: auto is n / L (1 inside L), fixed is ctx / L at every n (what a deployed
+    model pays), a number is itself. plus: methods to add. NotApplicable if the method does not fit the run.
     """
     if plus:
         return functools.reduce(compose, (resolve(k, trained, n, ctx) for k in (knobs, *plus)))
-    knobs = dict(knobs)
-    if "factor" in knobs:
-        knobs["factor"] = _factor(knobs["factor"], trained, n, ctx)
+    values = dict(knobs)
+    if "factor" in values:
+        values["factor"] = _resolve_factor(values["factor"], trained, n, ctx)
     try:
-        scaled = call(load("model.scaling", knobs["kind"], "scale"), knobs, "scaling", trained, n)
-        if trained.attention == "linear" and (scaled.logn or scaled.clip or scaled.sinks):
-            raise Unfit("it changes single scores, and attention=linear has none")
-        return scaled
-    except Unfit as e:
-        raise Unfit(f"scaling={knobs['kind']} does not fit: {e}") from None
+        scale = load_kind("model.scaling", knobs["kind"], "scale")
+        change = build_from_knobs(scale, values, "scaling", trained, n)
+        if trained.attention == "linear" and (change.logn or change.clip or change.sinks):
+            raise NotApplicable("it changes single scores, and attention=linear has none")
+        return change
+    except NotApplicable as e:
+        raise NotApplicable(f"scaling={yaml_name('scaling', knobs)} is not applicable: {e}") from None
 
 
-def on_top(own: Scaled, asked: Scaled) -> Scaled:
-    """A method asked for when a run is read that was itself trained with one: frequencies and their temperature are
-    replaced together; what it leaves alone stays as trained."""
-    if asked.inv_freq is not None:
-        own = replace(own, inv_freq=None, attention_factor=1.0, factor=1.0)
-    return replace(own, **_changes(asked))
-
-
-def _factor(given: object, trained: Trained, n: int, ctx: int) -> float:
-    if given == "auto":  # never below what the run was fine-tuned to
+def _resolve_factor(factor: object, trained: TrainedContext, n: int, ctx: int) -> float:
+    if factor == "auto":  # never below what the run was fine-tuned to
         return max(1.0, max(n, trained.extended_ctx) / trained.train_ctx)
-    if given == "fixed":
+    if factor == "fixed":
         return max(1.0, max(ctx, trained.extended_ctx) / trained.train_ctx)
-    if isinstance(given, int | float) and not isinstance(given, bool) and given >= 1:
-        return float(given)
-    raise ValueError(f"scaling.factor={given}: must be auto, fixed or a number of at least 1")
+    if isinstance(factor, int | float) and not isinstance(factor, bool) and factor >= 1:
+        return float(factor)
+    raise UserError(f"scaling.factor={factor}: must be auto, fixed or a number of at least 1")

@@ -5,13 +5,14 @@ f is what Hugging Face calls `factor`, and it is not the extension factor: at n 
 (Theirs also keeps the frequencies of the longest input it has seen, transformers#25104; this one is stateless.)
 """
 
-from model.scaling import Scaled, Trained, ntk
+from conf.errors import UserError
+from model.scaling import ContextChange, TrainedContext, ntk
 
 PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
 
 
-def scale(trained: Trained, n: int, hf_factor: float = 2.0) -> Scaled:
+def scale(trained: TrainedContext, n: int, hf_factor: float = 2.0) -> ContextChange:
     if hf_factor < 1:
-        raise ValueError(f"scaling.hf_factor={hf_factor}: must be at least 1")
+        raise UserError(f"scaling.hf_factor={hf_factor}: must be at least 1")
     L = trained.train_ctx
-    return ntk.scale(trained, n, factor=hf_factor * max(n, trained.reach) / L - (hf_factor - 1))
+    return ntk.scale(trained, n, factor=hf_factor * max(n, trained.longest_trained_ctx) / L - (hf_factor - 1))

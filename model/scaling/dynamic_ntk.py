@@ -4,10 +4,10 @@ Its factor follows the length, so it has no knob. (Hugging Face's "dynamic" read
 s = f * n / L - (f - 1), which is this one only at f = 1.)
 """
 
-from model.scaling import Scaled, Trained, ntk
+from model.scaling import ContextChange, TrainedContext, ntk
 
 PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
 
 
-def scale(trained: Trained, n: int) -> Scaled:
-    return ntk.scale(trained, n, factor=max(n, trained.reach) / trained.train_ctx)
+def scale(trained: TrainedContext, n: int) -> ContextChange:
+    return ntk.scale(trained, n, factor=max(n, trained.longest_trained_ctx) / trained.train_ctx)

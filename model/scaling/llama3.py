@@ -4,14 +4,15 @@ Wavelengths longer than L / low_freq_factor are interpolated by s, those shorter
 between them a ramp over L / wavelength. That ratio is the number of turns: it is NTK-by-parts under another name.
 """
 
-from model.scaling import Scaled, Trained, ntk_by_parts
+from conf.errors import UserError
+from model.scaling import ContextChange, TrainedContext, ntk_by_parts
 
 
 def scale(
-    trained: Trained, n: int, factor: float, low_freq_factor: float = 1.0, high_freq_factor: float = 4.0
-) -> Scaled:
+    trained: TrainedContext, n: int, factor: float, low_freq_factor: float = 1.0, high_freq_factor: float = 4.0
+) -> ContextChange:
     if not high_freq_factor > low_freq_factor >= 0:
-        raise ValueError(
+        raise UserError(
             f"scaling.high_freq_factor={high_freq_factor}: must be greater than low_freq_factor={low_freq_factor}, "
             "and that at least 0"
         )

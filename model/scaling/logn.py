@@ -4,10 +4,10 @@ multiplied by max(1, ln(m + 1) / ln L), so that attention stays as sharp over m 
 Any encoding. Composes with methods that change frequencies: scaling=ntk plus=logn.
 """
 
-from model.scaling import Scaled, Trained, Unfit
+from model.scaling import ContextChange, NotApplicable, TrainedContext
 
 
-def scale(trained: Trained, n: int) -> Scaled:
+def scale(trained: TrainedContext, n: int) -> ContextChange:
     if trained.train_ctx < 2:
-        raise Unfit("ln L needs a trained context of at least 2")
-    return Scaled(logn=trained.reach)
+        raise NotApplicable("ln L needs a trained context of at least 2")
+    return ContextChange(logn=trained.longest_trained_ctx)

@@ -8,15 +8,16 @@ import math
 
 import torch
 
-from model.scaling import Scaled, Trained
+from conf.errors import UserError
+from model.scaling import ContextChange, TrainedContext
 
 PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
 
 
 def scale(
-    trained: Trained, n: int, factor: float, long: list | None = None, short: list | None = None,
+    trained: TrainedContext, n: int, factor: float, long: list | None = None, short: list | None = None,
     attention_factor: float | None = None,
-) -> Scaled:  # fmt: skip
+) -> ContextChange:  # fmt: skip
     """long, short: one number for each pair, as rope_parameters.long_factor in a config of Hugging Face's; short None
     divides by 1."""
     P, L = trained.rotary_dim // 2, trained.train_ctx
@@ -24,10 +25,10 @@ def scale(
     for name, divisors in (("long", long), ("short", short)):
         fine = isinstance(divisors, list) and len(divisors) == P
         if not fine or not all(isinstance(x, int | float) and x > 0 for x in divisors):
-            raise ValueError(
+            raise UserError(
                 f"scaling.{name}={divisors}: must be a list of {P} numbers above 0, one for each rotary pair"
             )
     divisors = torch.tensor(long if n > L else short, dtype=torch.float64)
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(L)) if factor > 1 else 1.0
-    return Scaled(inv_freq=trained.inv_freq / divisors, factor=factor, attention_factor=attention_factor)
+    return ContextChange(inv_freq=trained.inv_freq / divisors, factor=factor, attention_factor=attention_factor)

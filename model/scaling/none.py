@@ -1,7 +1,7 @@
 """No change: the trained positions, simply continued."""
 
-from model.scaling import Scaled, Trained
+from model.scaling import ContextChange, TrainedContext
 
 
-def scale(trained: Trained, n: int) -> Scaled:
-    return Scaled()
+def scale(trained: TrainedContext, n: int) -> ContextChange:
+    return ContextChange()

@@ -5,12 +5,12 @@ The fastest pair stays as it is, the slowest is interpolated by s, those between
 
 import torch
 
-from model.scaling import Scaled, Trained, Unfit
+from model.scaling import ContextChange, NotApplicable, TrainedContext
 
 
-def scale(trained: Trained, n: int, factor: float) -> Scaled:
+def scale(trained: TrainedContext, n: int, factor: float) -> ContextChange:
     D = trained.rotary_dim
     if D < 4:
-        raise Unfit(f"its exponent D/(D-2) needs a rotary width D of at least 4, and this run has {D}")
+        raise NotApplicable(f"its exponent D/(D-2) needs a rotary width D of at least 4, and this run has {D}")
     i = torch.arange(D // 2, dtype=torch.float64)
-    return Scaled(inv_freq=trained.inv_freq * factor ** (-2 * i / (D - 2)), factor=factor)
+    return ContextChange(inv_freq=trained.inv_freq * factor ** (-2 * i / (D - 2)), factor=factor)

@@ -6,13 +6,14 @@ frequency and is interpolated by s for the rest. (YaRN's code has its ramp over 
 
 import math
 
-from model.scaling import Scaled, Trained
+from conf.errors import UserError
+from model.scaling import ContextChange, TrainedContext
 
 
-def scale(trained: Trained, n: int, factor: float, alpha: float = 1.0, beta: float = 32.0) -> Scaled:
+def scale(trained: TrainedContext, n: int, factor: float, alpha: float = 1.0, beta: float = 32.0) -> ContextChange:
     if not beta > alpha >= 0:
-        raise ValueError(f"scaling.beta={beta}: must be greater than alpha={alpha}, and that at least 0")
+        raise UserError(f"scaling.beta={beta}: must be greater than alpha={alpha}, and that at least 0")
     turns = trained.train_ctx * trained.inv_freq / (2 * math.pi)
     kept = ((turns - alpha) / (beta - alpha)).clamp(0, 1)
     # Written so that factor 1 changes no bit.
-    return Scaled(inv_freq=trained.inv_freq * (1 - (1 - kept) * (1 - 1 / factor)), factor=factor)
+    return ContextChange(inv_freq=trained.inv_freq * (1 - (1 - kept) * (1 - 1 / factor)), factor=factor)

@@ -7,10 +7,10 @@ import math
 
 import torch
 
-from model.scaling import Scaled, Trained
+from model.scaling import ContextChange, TrainedContext
 
 
-def scale(trained: Trained, n: int, factor: float, b: float = 0.75) -> Scaled:
+def scale(trained: TrainedContext, n: int, factor: float, b: float = 0.75) -> ContextChange:
     P = trained.rotary_dim // 2
     i = torch.arange(1, P + 1, dtype=torch.float64)
-    return Scaled(inv_freq=trained.inv_freq * torch.exp(-math.log(factor) * (i / P) ** b), factor=factor)
+    return ContextChange(inv_freq=trained.inv_freq * torch.exp(-math.log(factor) * (i / P) ** b), factor=factor)

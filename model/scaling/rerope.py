@@ -7,27 +7,28 @@ Evaluation only: used in training it destroys extrapolation (kexue.fm/archives/9
 
 import math
 
-from model.scaling import Scaled, Trained, Unfit
+from conf.errors import UserError
+from model.scaling import ContextChange, NotApplicable, TrainedContext
 
 PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
 
 
 def scale(
-    trained: Trained, n: int, size: int | None = None, leak: float | str | None = None, always: bool = False
-) -> Scaled:
+    trained: TrainedContext, n: int, size: int | None = None, leak: float | str | None = None, always: bool = False
+) -> ContextChange:
     """size: w, None takes L / 2; leak: None clips, a number, or "auto" for the least that stays inside L; always: clip
     in inputs no longer than L too (their last L - w distances are trained, so this costs: its tax)."""
-    L = trained.reach
+    L = trained.longest_trained_ctx
     w = max(1, L // 2) if size is None else size
-    trained.inv_freq  # noqa: B018 (Unfit if there is nothing to clip)
+    trained.inv_freq  # noqa: B018 (NotApplicable if there is nothing to clip)
     if not 1 <= w <= L:
-        raise ValueError(f"scaling.size={size}: must be between 1 and the trained context, {L}")
+        raise UserError(f"scaling.size={size}: must be between 1 and the trained context, {L}")
     if leak == "auto":
         if w == L:
-            raise Unfit(f"leak=auto needs size below the trained context, {L}")
+            raise NotApplicable(f"leak=auto needs size below the trained context, {L}")
         leak = max(1.0, (n - w) / (L - w))
     elif leak is not None and (isinstance(leak, str) or leak < 1):
-        raise ValueError(f"scaling.leak={leak}: must be null, auto or a number of at least 1")
+        raise UserError(f"scaling.leak={leak}: must be null, auto or a number of at least 1")
     if n <= L and not always:
-        return Scaled()
-    return Scaled(clip=w, leak=math.inf if leak is None else leak)
+        return ContextChange()
+    return ContextChange(clip=w, leak=math.inf if leak is None else leak)

@@ -3,11 +3,12 @@
 A method that does not beat this one has not extended the context (Su's "super baseline", kexue.fm/archives/9431).
 """
 
-from model.scaling import Scaled, Trained
+from conf.errors import UserError
+from model.scaling import ContextChange, TrainedContext
 
 
-def scale(trained: Trained, n: int, size: int | None = None) -> Scaled:
+def scale(trained: TrainedContext, n: int, size: int | None = None) -> ContextChange:
     """size: keys that each query sees, itself included; None takes the trained context."""
     if size is not None and size < 1:
-        raise ValueError(f"scaling.size={size}: must be at least 1")
-    return Scaled(window=size or trained.reach)
+        raise UserError(f"scaling.size={size}: must be at least 1")
+    return ContextChange(window=size or trained.longest_trained_ctx)

@@ -5,15 +5,16 @@ attention on their first tokens, and a plain window takes those away. A rotary e
 L, as LM-Infinite has it; distances that were never trained stay out. Other encodings see them where they are.
 """
 
-from model.scaling import Scaled, Trained
+from conf.errors import UserError
+from model.scaling import ContextChange, TrainedContext
 
 
-def scale(trained: Trained, n: int, size: int | None = None, sinks: int = 4) -> Scaled:
+def scale(trained: TrainedContext, n: int, size: int | None = None, sinks: int = 4) -> ContextChange:
     """size: keys that each query sees, itself and the sinks included; None takes the trained context."""
-    size = trained.reach if size is None else size
+    size = trained.longest_trained_ctx if size is None else size
     if not 0 <= sinks < size:
-        raise ValueError(f"scaling.sinks={sinks}: must be at least 0 and less than the window, {size}")
+        raise UserError(f"scaling.sinks={sinks}: must be at least 0 and less than the window, {size}")
     if n <= size:
-        return Scaled(window=size)
+        return ContextChange(window=size)
     clip = None if trained.frequencies is None else size
-    return Scaled(window=size - sinks, sinks=sinks, clip=clip)
+    return ContextChange(window=size - sinks, sinks=sinks, clip=clip)

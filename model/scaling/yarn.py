@@ -9,25 +9,26 @@ import math
 
 import torch
 
-from model.scaling import Scaled, Trained, Unfit
+from conf.errors import UserError
+from model.scaling import ContextChange, NotApplicable, TrainedContext
 
 
 def scale(
-    trained: Trained,
+    trained: TrainedContext,
     n: int,
     factor: float,
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
     truncate: bool = True,
     attention_factor: float | None = None,
-) -> Scaled:
+) -> ContextChange:
     """truncate: round the ramp's ends to whole pairs; attention_factor: None computes it from the factor."""
     if not beta_fast > beta_slow > 0:
-        raise ValueError(f"scaling.beta_fast={beta_fast}: must be greater than beta_slow={beta_slow}, and both above 0")
+        raise UserError(f"scaling.beta_fast={beta_fast}: must be greater than beta_slow={beta_slow}, and both above 0")
     P, inv_freq = trained.rotary_dim // 2, trained.inv_freq
     # Pair i turns L * inv_freq_i / 2 pi times in the trained context; solved for i. ln b is the slope of -ln inv_freq.
     if P < 2 or inv_freq[0] == inv_freq[-1]:
-        raise Unfit("its ramp needs at least two pairs of different frequency (rotary width >= 4, base > 1)")
+        raise NotApplicable("its ramp needs at least two pairs of different frequency (rotary width >= 4, base > 1)")
     per_pair = math.log(inv_freq[0] / inv_freq[-1]) / (P - 1)
     low, high = (
         math.log(trained.train_ctx * inv_freq[0] / (2 * math.pi * b)) / per_pair for b in (beta_fast, beta_slow)
@@ -42,4 +43,4 @@ def scale(
         attention_factor = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
     # Written so that factor 1 changes no bit.
     inv_freq = inv_freq * (1 - interpolated * (1 - 1 / factor))
-    return Scaled(inv_freq=inv_freq, factor=factor, attention_factor=attention_factor)
+    return ContextChange(inv_freq=inv_freq, factor=factor, attention_factor=attention_factor)

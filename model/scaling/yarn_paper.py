@@ -7,9 +7,9 @@ differ by up to 50 %.
 import math
 from dataclasses import replace
 
-from model.scaling import Scaled, Trained, ntk_by_parts
+from model.scaling import ContextChange, TrainedContext, ntk_by_parts
 
 
-def scale(trained: Trained, n: int, factor: float, alpha: float = 1.0, beta: float = 32.0) -> Scaled:
+def scale(trained: TrainedContext, n: int, factor: float, alpha: float = 1.0, beta: float = 32.0) -> ContextChange:
     by_parts = ntk_by_parts.scale(trained, n, factor, alpha, beta)
     return replace(by_parts, attention_factor=0.1 * math.log(factor) + 1 if factor > 1 else 1.0)

@@ -1,0 +1,66 @@
+"""Types and ranges of the settings of eval.py, and of every command that opens a trained run."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig
+
+from conf.errors import check
+from conf.registry import yaml_values
+from conf.schema import KERNEL, PRECISION, at_least, check_rules, name_list, to_object
+
+
+@dataclass
+class TrainedRunConfig:
+    """What every command that opens a trained run can set."""
+
+    scaling: dict[str, Any] = field(default_factory=dict)
+    plus: Any = None
+    run: str | None = None
+    trained_with: str | None = None
+    dtype: Annotated[str, PRECISION] = "auto"
+    kernel: Annotated[str, KERNEL] = "auto"
+    device: str = "auto"
+    runs: str = "runs"
+    cache: str = ".cache"
+
+    @property
+    def scalings(self) -> list[dict]:
+        """The knobs of the requested scaling method and of those added to it."""
+        return [self.scaling, *(yaml_values("scaling", name) for name in self.plus)]
+
+
+@dataclass
+class EvalConfig(TrainedRunConfig):
+    task: dict[str, Any] = field(default_factory=dict)
+    by_position: bool = False
+    ctx: Any = MISSING  # the longest context length, or a list of lengths
+    train_ctx: Annotated[int | None, at_least(1)] = None
+    data: dict[str, Any] = field(default_factory=dict)
+    documents: Annotated[int, at_least(1)] = MISSING
+    fresh: bool = False
+    project: str = "ropewalk"
+
+    @property
+    def longest_ctx(self) -> int:
+        return max(self.ctx) if isinstance(self.ctx, list) else self.ctx
+
+
+ConfigStore.instance().store(name="eval_schema", node=EvalConfig)
+
+
+def eval_config(cfg: DictConfig) -> EvalConfig:
+    """The checked settings of eval.py. UserError names the first wrong one."""
+    c: EvalConfig = to_object(cfg, EvalConfig)
+    check_rules(c)
+    lengths = c.ctx if isinstance(c.ctx, list) else [c.ctx]
+    ok = bool(lengths) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in lengths)
+    check(ok, "ctx", c.ctx, "a whole number of at least 1, or a list of them: ctx=8192 or ctx=[256,1024]")
+    c.plus = name_list(c.plus, "plus", "scaling")
+    if not (c.run or "").startswith("hf:"):
+        right = "left out: a trained run is evaluated on its own corpus, only run=hf:PATH on any"
+        check(not c.data, "data", c.data.get("kind"), right)
+        right = "left out: a trained run knows its context, only a Hugging Face folder (run=hf:PATH) may not"
+        check(c.train_ctx is None, "train_ctx", c.train_ctx, right)
+    return c

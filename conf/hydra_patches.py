@@ -1,0 +1,100 @@
+"""What we change about Hydra, all in one place. Written for hydra-core 1.3.8 (1.4.0rc3 works as well).
+
+1. Errors that Hydra or OmegaConf finds span many lines and end in a hint at an environment variable. Here they become
+   one line (`hydra_message`). To delete when Hydra can print an error without its own traceback.
+2. `run_and_report` of hydra._internal prints those lines itself and exits, so it is replaced (`run_main`). To delete
+   when Hydra lets the caller handle errors.
+3. In a sweep (-m) an exception ends all jobs that follow. `sweep_job` returns the failure instead, and `run_main` lists
+   the failed jobs at the end. To delete when Hydra's basic launcher continues after a failed job.
+4. `run_main` can rewrite arguments before Hydra parses them. `exp=NAME` is a config group of train.py, so eval.py and
+   sample.py cannot have a plain setting of that name (`exp_selects_runs`). sample.py quotes its prompt.
+"""
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hydra._internal import utils as hydra_utils
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.errors import UserError, exit_with, rank, user_errors_in_one_line
+
+
+def hydra_message(e: BaseException) -> str:
+    """The part of Hydra's or OmegaConf's message that helps a user, in one line."""
+    text = str(e) if e.__cause__ is None or not isinstance(e, HydraException) else f"{e}: {e.__cause__}"
+    text = re.sub(r"\n\s*(full_key|object_type|reference_type)[^\n]*", "", text)
+    text = re.sub(r"\n\s*Set the environment variable HYDRA_FULL_ERROR[^\n]*", "", text)
+    text = re.sub(r"\s*Config search path:.*", "", text, flags=re.S)
+    text = re.sub(r"\nSee https?://[^\n]*", "", text)
+    return re.sub(r"\s+", " ", text.replace("\n\t", ", ").replace(":, ", ": ")).strip()
+
+
+@contextmanager
+def hydra_errors_are_user_errors() -> Iterator[None]:
+    """Around what parses the command line: Hydra and OmegaConf complain about what the user typed."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as e:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        raise UserError(hydra_message(e)) from None
+
+
+class FailedJob(str):
+    """What a failed job of a sweep returns in place of a result: its part of the command line."""
+
+
+def sweep_job(function: Callable) -> Callable:
+    """Decorate a Hydra main function: a UserError is one line; in a sweep (-m) it leaves the other jobs running."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except UserError as e:
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                raise
+            if HydraConfig.get().mode != RunMode.MULTIRUN:
+                exit_with(str(e), e.on_all_ranks)  # here: Hydra would print a line of its own before it raises again
+            job = " ".join(HydraConfig.get().overrides.task)
+            if rank() == 0:
+                print(f"error: {job}: {e}", file=sys.stderr)
+            return FailedJob(job)
+        except (HydraException, OmegaConfBaseException) as e:
+            # The settings were checked before: this one is our bug, and run_jobs must not take it for the user's
+            raise RuntimeError("an unexpected error of the configuration libraries") from e
+
+    return wrapped
+
+
+def run_jobs(launch: Callable) -> Any:
+    """Run one Hydra launch. If jobs of a sweep failed, list them and exit with code 1."""
+    with hydra_errors_are_user_errors():
+        result = launch()
+    batches = [batch for batch in result if isinstance(batch, list | tuple)] if isinstance(result, list) else []
+    jobs = [job.return_value for batch in batches for job in batch if isinstance(job, JobReturn)]
+    if failed := [job for job in jobs if isinstance(job, FailedJob)]:
+        exit_with(f"{len(failed)} of {len(jobs)} jobs failed with the errors above: {'; '.join(failed)}")
+    return result
+
+
+def run_main(main: Callable[[], None], *rewrites: Callable[[str], str]) -> None:
+    """Run a Hydra main function as a command, with each argument rewritten first; report user errors in one line."""
+    for rewrite in rewrites:
+        sys.argv[1:] = [rewrite(argument) for argument in sys.argv[1:]]
+    hydra_utils.run_and_report = user_errors_in_one_line(run_jobs)
+    main()
+
+
+def exp_selects_runs(argument: str) -> str:
+    """exp=NAME -> trained_with=NAME: among runs to open, only those that were trained with that experiment."""
+    return f"trained_with={argument[4:]}" if argument.startswith("exp=") else argument

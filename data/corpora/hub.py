@@ -1,0 +1,33 @@
+"""Long documents from a dataset on the Hugging Face hub, streamed: no more is downloaded than is kept."""
+
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from conf.errors import UserError
+
+
+def stream(corpus: str, dataset: str, documents: int, min_bytes: int, **load: Any) -> Iterator[tuple[str, str]]:
+    """(name, text) of the first `documents` documents that have min_bytes. UserError without a network."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise UserError(f"data={corpus}: needs Hugging Face's datasets: pip install -e '.[hub]'") from None
+    found = 0
+    try:
+        for i, row in enumerate(load_dataset(dataset, streaming=True, **load)):
+            if len(row["text"].encode()) >= min_bytes:
+                found += 1
+                yield f"{i:08}", row["text"]
+            if found == documents:
+                return
+    except Exception as e:  # of requests, httpx, huggingface_hub, fsspec and others: all mean the same to a user
+        first = next(itertools.chain(str(e).splitlines(), [type(e).__name__]))
+        raise UserError(
+            f"data={corpus}: {dataset} could not be read from the hub ({type(e).__name__}: {first[:120]}): "
+            "go online, or use data=sympy, data=books or data=text"
+        ) from None
+    if found < documents:
+        raise UserError(f"data.documents={documents}: {dataset} has {found} documents of {min_bytes} bytes")

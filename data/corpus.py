@@ -1,0 +1,157 @@
+"""A prepared corpus: tokens of the training documents and of the held-out ones, with the tokenizer.
+
+A corpus is prepared one time into memory-mapped files under .cache/, in a folder named by a hash of everything that
+shapes them.
+"""
+
+import hashlib
+import json
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiktoken
+
+from conf.errors import UserError
+from conf.registry import build_from_knobs, load_kind
+from data import tokenizer
+
+FORMAT = 1  # of the files; raise it when they change
+DOCUMENTS_AT_ONCE = 1024  # tokenised together: in Python's lists tokens take 10 times the memory of those in the file
+FILES = ("train.bin", "val.bin", "ranks.tiktoken", "pattern.txt")
+TOKENIZER_SETTINGS = ("tokenizer", "vocab_size", "holdout")  # keys of every yaml of conf/data; the others are knobs
+
+
+@dataclass(frozen=True)
+class Document:
+    name: str
+    tokens: np.ndarray
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The text that evaluation scores: whole documents that were not trained on, in the model's tokens."""
+
+    key: str  # identifies the text and its tokens
+    vocab_size: int
+    held_out: list[Document]  # longest first
+    token_bytes: np.ndarray  # int64 [V]: the length in bytes of each token's text; 0 for END
+
+
+@dataclass(frozen=True)
+class Corpus(HeldOut):
+    """A prepared corpus. train is one stream with END after every document; held-out documents stay apart."""
+
+    encoding: tiktoken.Encoding
+    train: np.ndarray  # memory-mapped
+
+
+def prepare(cfg: dict, cache: str) -> Corpus:
+    """The corpus that cfg (a yaml of conf/data) names: from the cache if it is there and undamaged, else built now."""
+    kind = cfg["kind"]
+    shaping = {
+        "format": FORMAT,
+        "corpus": _call_corpus(cfg, "fingerprint"),
+        "tokenizer": cfg["tokenizer"],
+        "vocab_size": cfg["vocab_size"] if cfg["tokenizer"] == "bpe" else None,
+        "holdout": cfg["holdout"],
+    }
+    key = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
+    folder = Path(cache) / f"{kind}-{cfg['tokenizer']}-{key}"
+    if folder.exists():
+        try:
+            return _open(folder, key, cfg["tokenizer"])
+        except (OSError, ValueError, KeyError) as e:
+            print(f"cache: {folder} is damaged ({e}): preparing it again", file=sys.stderr)
+            shutil.rmtree(folder, ignore_errors=True)
+    # Built in a temporary folder and renamed, so that a kill or a full disk leaves nothing that looks finished.
+    temporary = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+        _build(temporary, cfg, list(_call_corpus(cfg, "documents")))
+        temporary.rename(folder)
+    except OSError as e:
+        if not folder.exists():  # else another process was first with the same files
+            raise UserError(f"cache={cache}: cannot write {folder}: {e.strerror or e}") from None
+    finally:
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return _open(folder, key, cfg["tokenizer"])
+
+
+def split(documents: list[tuple[str, str]], holdout: int) -> tuple[list, list]:
+    """(train, held out). Whole documents: every third one from the longest down is held out, `holdout` at most, so
+    that the held-out ones have room for long contexts and the training ones are like them."""
+    longest_first = sorted(documents, key=lambda d: (-len(d[1]), d[0]))
+    held_out = longest_first[0::3][:holdout]
+    names = {name for name, _ in held_out}
+    return [d for d in documents if d[0] not in names], held_out
+
+
+def held_out_texts(cfg: dict) -> list[tuple[str, str]]:
+    """(name, text) of the documents that the corpus of cfg holds out."""
+    return split(list(_call_corpus(cfg, "documents")), cfg["holdout"])[1]
+
+
+def _call_corpus(cfg: dict, function: str) -> Any:
+    """`fingerprint` or `documents` of the corpus that cfg names, called with its knobs."""
+    knobs = {k: v for k, v in cfg.items() if k not in TOKENIZER_SETTINGS}
+    return build_from_knobs(load_kind("data.corpora", cfg["kind"], function, "data"), knobs, "data")
+
+
+def _build(folder: Path, cfg: dict, documents: list[tuple[str, str]]) -> None:
+    train, held_out = split(documents, cfg["holdout"])
+    if not train or not held_out:
+        raise UserError(
+            f"data: {len(documents)} documents with text: at least 2 are needed, as whole ones are held out"
+        )
+    encoding = tokenizer.build(cfg["tokenizer"], cfg["vocab_size"], (text for _, text in train))
+    dtype = np.uint16 if encoding.n_vocab <= 2**16 else np.uint32
+    n_tokens, end = 0, np.array([encoding.eot_token], dtype=dtype)
+    with (folder / "train.bin").open("wb") as f:
+        for start in range(0, len(train), DOCUMENTS_AT_ONCE):
+            for tokens in encoding.encode_ordinary_batch(
+                [text for _, text in train[start : start + DOCUMENTS_AT_ONCE]]
+            ):
+                f.write(np.array(tokens, dtype=dtype).tobytes() + end.tobytes())
+                n_tokens += len(tokens) + 1
+    kept = [np.array(t, dtype=dtype) for t in encoding.encode_ordinary_batch([text for _, text in held_out])]
+    np.concatenate(kept).tofile(folder / "val.bin")
+    tokenizer.save(encoding, folder)
+    meta = {
+        "dtype": np.dtype(dtype).name,
+        "held_out": [[name, len(tokens)] for (name, _), tokens in zip(held_out, kept, strict=True)],
+        "sha256": {name: _sha256(folder / name) for name in FILES},
+    }
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+    print(
+        f"data: {len(train)} training documents ({n_tokens:,} tokens), "
+        f"{len(held_out)} held out ({sum(map(len, kept)):,} tokens), vocabulary {encoding.n_vocab}",
+        file=sys.stderr,
+    )
+
+
+def _open(folder: Path, key: str, kind: str) -> Corpus:
+    meta = json.loads((folder / "meta.json").read_text())
+    for name in FILES:
+        if _sha256(folder / name) != meta["sha256"][name]:
+            raise ValueError(f"{name} differs from what was written")
+    train, val = (np.memmap(folder / name, dtype=meta["dtype"], mode="r") for name in ("train.bin", "val.bin"))
+    ends = np.cumsum([length for _, length in meta["held_out"]])[:-1]
+    held_out = [Document(name, tokens) for (name, _), tokens in zip(meta["held_out"], np.split(val, ends), strict=True)]
+    encoding = tokenizer.load(kind, folder)
+    vocab_size = -(-encoding.n_vocab // 64) * 64  # a multiple of 64 suits matrix units; the extra tokens never occur
+    token_bytes = np.zeros(vocab_size, dtype=np.int64)
+    for token, rank in encoding._mergeable_ranks.items():
+        token_bytes[rank] = len(token)
+    return Corpus(key, vocab_size, held_out, token_bytes, encoding, train)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()

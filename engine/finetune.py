@@ -1,0 +1,50 @@
+"""init=RUN: start from a trained run's weights, with its model, encoding and corpus."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+
+from conf.errors import UserError
+from conf.registry import describe as describe_knobs
+from conf.schema import TrainConfig
+from engine import checkpoint
+from engine.run_folders import known_runs
+
+
+def inherit(cfg: TrainConfig) -> dict[str, Any]:
+    """Copy the parent run's model, pos, data and attention settings into cfg, and record the parent in it.
+
+    Returns the parent's checkpoint. UserError if there is no such run, or if a setting that it fixes was given.
+    """
+    overrides = [o.lstrip("+~") for o in HydraConfig.get().overrides.task]
+    for key in ("model", "pos", "data", "attention"):
+        if fixed := [o for o in overrides if re.match(rf"{key}[.=]", o)]:
+            raise UserError(f"init={cfg.init}: {fixed[0]} cannot be chosen, it comes from that run")
+    parent = Path(cfg.runs) / cfg.init
+    if parent == Path(cfg.runs) / cfg.name:
+        raise UserError(f"init={cfg.init}: the new run needs another name: name=NEW")
+    if not (parent / "ckpt.pt").exists():
+        raise UserError(f"init={cfg.init}: no trained run of that name in {cfg.runs}/: {known_runs(cfg.runs)}")
+    state = checkpoint.load(parent)
+    old: TrainConfig = state["cfg"]
+    cfg.model, cfg.pos, cfg.data, cfg.attention = old.model, old.pos, old.data, old.attention
+    pretrained = old.pretrained or {"ctx": old.ctx, "tokens": state["step"] * old.batch_tokens}
+    cfg.pretrained = {**pretrained, "run": cfg.init, "weights": checkpoint.digest(parent)}
+    return state
+
+
+def describe(cfg: TrainConfig, factor: float) -> str:
+    """Where the run starts from, and what changes. factor: of the scaling that it is trained with."""
+    parent, scaling = cfg.pretrained, describe_knobs("scaling", cfg.scaling)
+    return (
+        f"from {cfg.runs}/{cfg.init}: pre-trained at ctx {parent['ctx']} on {parent['tokens']:,} tokens; "
+        f"this run: ctx {cfg.ctx}, scaling={scaling} (factor {factor:g}), {describe_cost(cfg)}"
+    )
+
+
+def describe_cost(cfg: TrainConfig) -> str:
+    """The cost as a share of the pre-training: a method that looks cheap in steps can be expensive."""
+    tokens, before = cfg.steps * cfg.batch_tokens, cfg.pretrained["tokens"]
+    return f"{tokens:,} tokens, {100 * tokens / before:.2g} % of the pre-training's {before:,}"

@@ -1,0 +1,24 @@
+"""The peak of each GPU in FLOP/s, to which MFU refers."""
+
+import torch
+
+from engine.device import uses_bfloat16
+
+# Dense bfloat16 matrix FLOP/s with float32 sums, from NVIDIA's data sheets; a name's first match counts. The sheets of
+# Hopper and later quote twice as much, with sparsity.
+PEAKS = {
+    "A100": 312e12, "A800": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12,
+    "H800": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """FLOP/s of one GPU; None where it is not known: another GPU, a slice of one (MIG), a CPU, float32."""
+    if device.type != "cuda" or not uses_bfloat16(device, dtype):
+        return None
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(gpu: str) -> float | None:
+    words = f" {gpu.replace('-', ' ')} "
+    return None if " MIG " in words else next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)

@@ -1,0 +1,15 @@
+"""The progress bar that every long command shows."""
+
+import sys
+
+from tqdm import tqdm
+
+from engine import distributed
+
+
+def progress_bar(total: int, done: int = 0, hidden: bool = False) -> tqdm:
+    """A bar that counts tokens, on rank 0 only; a line every 15 s where the output is not a terminal."""
+    return tqdm(
+        total=total, initial=done, unit="tok", unit_scale=True, dynamic_ncols=True,
+        mininterval=0.5 if sys.stderr.isatty() else 15, disable=hidden or distributed.rank() > 0,
+    )  # fmt: skip

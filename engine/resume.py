@@ -1,0 +1,52 @@
+"""Saving a training and resuming it: one ckpt.pt, or with shard=true the parts of engine/shards.py until the end."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from conf.errors import UserError
+from conf.schema import TrainConfig, differences
+from engine import checkpoint, distributed
+
+
+def saved_state(cfg: TrainConfig, folder: Path, device: torch.device) -> dict[str, Any] | None:
+    """The last checkpoint of this run; None without one, or with fresh=true. UserError if its settings differ."""
+    state = None
+    if not cfg.fresh and (folder / "ckpt.pt").exists():
+        state = checkpoint.load(folder, device)
+    elif not cfg.fresh and (folder / "shards").exists():
+        from engine import shards
+
+        state = shards.newest(folder)
+    distributed.ranks().assert_same(f"the step that {folder} was saved at", state and state["step"])
+    if state and (different := differences(cfg, state["cfg"])):
+        raise UserError(f"{folder} has other settings: {', '.join(different)}: choose name=NEW or fresh=true")
+    return state
+
+
+def restore(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load what saved_state returned into model and optimizer."""
+    if "folder" in state:
+        from engine import shards
+
+        shards.restore(state["folder"], model, optimizer)
+    else:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+
+def save(
+    folder: Path, values: dict, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool, final: bool
+) -> None:
+    """Write values (settings, step, corpus, ...), weights and optimizer state. All ranks call this together."""
+    if not sharded:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    else:
+        from engine import shards
+
+        if not final:
+            return shards.save(folder, values, model, optimizer)
+        state = shards.full_state(model, optimizer)
+    return distributed.ranks().on_rank0(lambda: checkpoint.save(folder, state | values))

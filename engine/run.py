@@ -1,0 +1,128 @@
+"""A trained run as one object: settings, weights, corpus and trained context.
+
+`Run.open` opens a folder runs/NAME that train.py wrote. Hugging Face folders become a Run in hf/read.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from conf.errors import UserError
+from conf.registry import describe, yaml_name
+from conf.schema import TrainConfig
+from data import corpus as corpora
+from data.corpus import HeldOut
+from engine import checkpoint, distributed
+from engine.run_folders import find_runs, known_runs
+from model import gpt
+from model.pos import Encoding
+from model.scaling import ContextChange, NotApplicable, TrainedContext, override, resolve
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trained run: settings, weights, corpus and the context it was trained at."""
+
+    name: str
+    reason: str  # why this run was opened, for the first line of output
+    folder: Path  # runs/NAME: evaluations are written below it
+    cfg: TrainConfig
+    model: gpt.GPT  # on its device, in evaluation mode
+    corpus: HeldOut  # of our own runs: a Corpus, with the tokenizer
+    context: TrainedContext
+    step: int  # optimiser steps done; 0 for a Hugging Face model
+    digest: str  # of the weights
+    validation: dict[str, float] = field(default_factory=dict)  # loss, ppl and bits_per_byte in the trained window
+    scaling_follows_length: bool = False  # a Hugging Face model computes its trained scaling anew at each length
+
+    @classmethod
+    def open(
+        cls, name: str | None, *, runs: str, cache: str, device: torch.device | str = "cpu",
+        ctx: int = 1, scalings: Sequence[dict] = (), exp: str | None = None,
+    ) -> "Run":  # fmt: skip
+        """The run of that name, or, for None, the newest one that fits: that can be evaluated at ctx with scalings.
+
+        scalings: the knobs of a scaling method and of those added to it. exp: only runs that were trained with that
+        experiment. UserError if there is none, or if its corpus has changed since it was trained.
+        """
+        name, reason = pick_run(name, runs, ctx, scalings, exp)
+        folder = Path(runs) / name
+        state = checkpoint.load(folder, device)
+        cfg: TrainConfig = state["cfg"]
+        with distributed.ranks().rank0_first():
+            corpus = corpora.prepare(cfg.data, cache)
+        if corpus.key != state["corpus"]:
+            raise UserError(f"{folder}: its corpus has changed since the training, so nothing is held out: train again")
+        model = gpt.from_weights(cfg, corpus.vocab_size, state["model"]).to(device).eval()
+        context = gpt.trained_context(cfg, model.pos)
+        digest, step, validation = checkpoint.digest(folder), state["step"], state["validation"]
+        return cls(name, reason, folder, cfg, model, corpus, context, step, digest, validation)
+
+    @property
+    def pos_name(self) -> str:
+        """The encoding's name as the user typed it: pos=NAME."""
+        return yaml_name("pos", self.cfg.pos)
+
+    def trained_scaling(self, n: int) -> ContextChange:
+        """The scaling that the run was trained with, as it applies at length n."""
+        return gpt.trained_scaling(self.cfg, self.model.pos, n if self.scaling_follows_length else None)
+
+    def change(self, scalings: Sequence[dict], n: int, ctx: int) -> ContextChange:
+        """What evaluating at length n with these scalings changes, in addition to what the run was trained with.
+
+        ctx: the longest length of the evaluation, which scaling.factor=fixed refers to.
+        """
+        requested = resolve(scalings[0], self.context, n, ctx, scalings[1:])
+        return override(self.trained_scaling(n), requested)
+
+    def describe(self) -> str:
+        """The first lines of a command that opens this run."""
+        progress = f", step {self.step}" if self.step else ""
+        if self.step and self.step != self.cfg.steps:
+            progress += f" of {self.cfg.steps}, unfinished"
+        lines = f"run: {self.name} ({self.reason}): pos={describe('pos', self.cfg.pos)}, "
+        lines += f"trained at ctx {self.cfg.ctx}{progress}"
+        if self.cfg.init:
+            L, extended, parent = self.context.train_ctx, self.context.longest_trained_ctx, self.cfg.pretrained["run"]
+            scaling = describe("scaling", self.cfg.scaling)
+            lines += f"\n  pre-trained at ctx {L} ({parent}), extended to {extended} by scaling={scaling}: "
+            lines += f"none is as fine-tuned, the window control {extended} wide"
+        return lines
+
+
+def check_fits(cfg: TrainConfig, encoding: Encoding, ctx: int, scalings: Sequence[dict]) -> None:
+    """NotApplicable if a run with these settings cannot be evaluated at ctx with these scalings."""
+    if encoding.max_positions is not None and ctx > encoding.max_positions:
+        limit = f"pos={yaml_name('pos', cfg.pos)} has {encoding.max_positions} positions"
+        raise NotApplicable(f"{limit} and cannot be evaluated at ctx={ctx}; train with pos.max_positions={ctx}")
+    if scalings:
+        resolve(scalings[0], gpt.trained_context(cfg, encoding), ctx, ctx, scalings[1:])
+
+
+def pick_run(
+    name: str | None, runs: str, ctx: int, scalings: Sequence[dict], exp: str | None = None
+) -> tuple[str, str]:
+    """(name of the run to open, the reason): the one named, or the newest that fits. UserError if there is none."""
+    found = find_runs(runs)
+    if name is not None:
+        cfg = next((c for n, c in found if n == name), None)
+        if cfg is None:
+            raise UserError(f"run={name}: no trained run of that name in {runs}/: {known_runs(runs)}")
+        check_fits(cfg, gpt.build_encoding(cfg), ctx, scalings)
+        return name, "as named"
+    skipped = []
+    for candidate, cfg in found:
+        if exp is not None and cfg.exp != exp:
+            continue
+        try:
+            check_fits(cfg, gpt.build_encoding(cfg), ctx, scalings)
+            return candidate, "the newest that fits" + (f"; skipped {'; '.join(skipped)}" if skipped else "")
+        except NotApplicable as e:
+            skipped.append(f"{candidate}: {e}")
+    if skipped:
+        raise UserError(f"no run in {runs}/ fits: {'; '.join(skipped)}")
+    if exp:
+        raise UserError(f"no trained run with exp={exp} in {runs}/: first: python train.py pos=rope exp={exp}")
+    raise UserError(f"no trained run in {runs}/: first: python train.py pos=rope")

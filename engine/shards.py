@@ -1,0 +1,68 @@
+"""Checkpoints of a run with shard=true: while it trains, each process writes its part, runs/NAME/shards/STEP.
+
+At the end the parts become the one portable ckpt.pt, which eval.py opens. Training resumes at any number of processes.
+torch keeps the index of the parts as a pickle (.metadata): resume only runs that you trained yourself. Imported under
+torchrun only, except for `newest`.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine import checkpoint, distributed
+
+
+def newest(run: Path) -> dict[str, Any] | None:
+    """What was saved beside the tensors at the last complete checkpoint, with its folder; None if there is none."""
+    steps = [int(p.parent.name) for p in (run / "shards").glob("*/plain.pt")]
+    if not steps:
+        return None
+    folder = run / "shards" / str(max(steps))
+    return {**checkpoint.read(folder / "plain.pt"), "folder": folder}
+
+
+def save(run: Path, plain: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Every rank saves its part. plain.pt is written last, so a folder that has it is complete; then older ones go."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    folder = run / "shards" / str(plain["step"])
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+
+    def finish() -> None:
+        state = {"format": checkpoint.FORMAT, **plain}
+        checkpoint.write_atomically(folder / "plain.pt", lambda f: torch.save(state, f))
+        for other in (run / "shards").iterdir():
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
+
+    distributed.ranks().on_rank0(finish)
+
+
+def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Fill model and optimizer from the parts in folder, whatever number of ranks wrote them."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    weights, moments = get_state_dict(model, optimizer)  # tensors of the right shapes, to be filled
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
+    """The states of model and optimizer in rank 0's memory, in a one-device run's layout; empty on other ranks."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    if not moments:
+        return {}
+    # get_state_dict names the parameters; a plain optimizer numbers them
+    names = [name for group in moments["param_groups"] for name in group["params"]]
+    groups = [{**g, "params": [names.index(name) for name in g["params"]]} for g in moments["param_groups"]]
+    state = {i: moments["state"][name] for i, name in enumerate(names)}
+    return {"model": weights, "optimizer": {"state": state, "param_groups": groups}}

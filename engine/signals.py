@@ -1,0 +1,33 @@
+"""Stopping cleanly on Ctrl-C and SIGTERM."""
+
+import signal
+from typing import Any
+
+from engine import distributed
+
+
+class StopSignal:
+    """While it is open, Ctrl-C and SIGTERM set a flag for the loop to check; a second Ctrl-C ends at once."""
+
+    def __init__(self) -> None:
+        self.number = 0  # of the signal that came
+
+    def __enter__(self) -> "StopSignal":
+        self.handlers = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.number = number
+        if distributed.world() == 1:  # torchrun forwards the Ctrl-C that its children have received already
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def __exit__(self, *exc: Any) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def __bool__(self) -> bool:
+        return bool(self.number)
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + (self.number or signal.SIGTERM)  # no signal here: another rank received it

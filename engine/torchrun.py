@@ -1,0 +1,150 @@
+"""The calls of engine/distributed.py for several processes: DDP, or FSDP2. Imported under torchrun only.
+
+Gradients are averaged (DDP); shard=true splits parameters, gradients and the optimizer's state as well (FSDP2).
+"""
+
+import atexit
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from conf.errors import OneRankError, UserError
+from engine.distributed import OneProcess, rank, world
+
+COLLECTIVE_TIMEOUT = timedelta(hours=3)  # rank 0 may be preparing a large corpus; a dead process is noticed earlier
+SIGNAL_GRACE = 15  # seconds in which the main thread must see a signal; torchrun itself waits for 30
+ANOTHER_RANK_DIED = (
+    "another process of this job ended, so this one cannot continue; "
+    "run the same command again, with any number of processes, to resume from what was saved"
+)
+
+
+class Losses(nn.Module):
+    """model.losses as a forward pass, which is where DDP has its hooks. The parameter names do not change."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any) -> Tensor:
+        return self.model.losses(*args)
+
+
+class ManyProcesses(OneProcess):
+    def __init__(self, device: torch.device):
+        # gloo beside nccl: what the ranks exchange on the CPU never waits for the GPU
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        atexit.register(dist.destroy_process_group)
+        if rank() > 0:
+            sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 (until the process ends)
+
+    # ---- order and failures ----
+
+    @contextmanager
+    def rank0_first(self) -> Iterator[None]:
+        error: list[str | None] = [None]
+        if rank() > 0:
+            dist.broadcast_object_list(error)  # waits for rank 0
+            if error[0] is not None:
+                raise UserError(error[0])
+            yield
+            return
+        try:
+            yield
+        except UserError as e:
+            error = [str(e)]
+            raise UserError(str(e)) from None  # of all ranks now, also if only rank 0 met it
+        finally:
+            dist.broadcast_object_list(error)
+
+    @contextmanager
+    def exit_if_a_rank_dies(self, stop: Any) -> Iterator[None]:
+        """Most often the rank's collective breaks. Where it never returns, the main thread cannot see the SIGTERM by
+        which torchrun ends the survivors, and a second thread ends the process."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end)  # a signal writes a byte, even while the main thread is in a collective
+
+        def watch() -> None:
+            if os.read(read_end, 1):  # nothing is read when write_end is closed
+                time.sleep(SIGNAL_GRACE)
+                if not stop:
+                    print(f"error: {ANOTHER_RANK_DIED}", file=sys.stderr, flush=True)
+                    os._exit(1)
+            os.close(read_end)
+
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            yield
+        except RuntimeError as e:  # gloo has no exception class of its own
+            if not (isinstance(e, dist.DistError) or any(x in str(e) for x in ("gloo", "NCCL"))):
+                raise
+            raise OneRankError(ANOTHER_RANK_DIED) from None
+        finally:
+            signal.set_wakeup_fd(-1)
+            os.close(write_end)
+
+    def assert_same(self, name: str, value: Any) -> None:
+        values = self.interleave([value])
+        if len(set(values)) > 1:
+            raise UserError(f"{name} differs between the processes ({values}): all must see the same runs and cache")
+
+    # ---- values of all ranks ----
+
+    def interleave(self, items: list) -> list:
+        parts: list[list] = [[]] * world()
+        dist.all_gather_object(parts, items)
+        return [part[i] for i in range(max(map(len, parts))) for part in parts if i < len(part)]
+
+    def shard_work(self, n: int) -> Iterator[tuple[int, bool]]:
+        return ((i % n, i < n) for i in range(rank(), math.ceil(n / world()) * world(), world()))
+
+    def total(self, value: float) -> float:
+        return math.fsum(self.interleave([value]))
+
+    def any_rank(self, flag: bool) -> bool:
+        flags = torch.tensor(int(flag))
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return bool(flags)
+
+    def mean(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x / world()
+
+    def full_tensor(self, x: Tensor) -> Tensor:
+        return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+    # ---- the model ----
+
+    def wrap_model(self, model: nn.Module, device: torch.device, shard: bool) -> Callable[..., Tensor]:
+        # Blocks are compiled separately, so there is no graph to be cut where DDP communicates
+        torch._dynamo.config.optimize_ddp = False
+        if not shard:
+            ids = [device.index] if device.type == "cuda" else None
+            return nn.parallel.DistributedDataParallel(Losses(model.to(device)), device_ids=ids)
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+        mesh = init_device_mesh(device.type, (world(),))
+        for part in (*model.blocks, model):  # each moves to the device and is sharded before the next
+            fully_shard(part, mesh=mesh)
+        register_fsdp_forward_method(model, "losses")
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nobody writes to it
+        return model.losses
+
+    def no_sync(self, losses: Callable, more: bool) -> AbstractContextManager:
+        return losses.no_sync() if more and hasattr(losses, "no_sync") else nullcontext()

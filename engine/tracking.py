@@ -1,0 +1,43 @@
+"""The start of a wandb run, online or offline."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from engine import distributed
+
+
+@contextmanager
+def tracker(project: str, job_type: str, group: str, name: str, config: dict, step_metric: str) -> Iterator[Any]:
+    """A wandb run that needs no account and no network, never asks, and never ends the work that it logs.
+
+    WANDB_MODE decides; without it, online if this machine is logged in, else offline. All `job_type/*` curves are
+    drawn against step_metric, so the curves of several runs share an axis.
+    """
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    mode = os.environ.get("WANDB_MODE")
+    if mode is None:
+        with contextlib.suppress(Exception):
+            mode = "online" if wandb.login(prompt=False, verify=False) else None
+    modes = [mode or "offline", "offline", "disabled"] if distributed.rank() == 0 else ["disabled"]
+    run = None
+    for attempt in dict.fromkeys(modes):
+        try:
+            settings = wandb.Settings(init_timeout=15, silent=True, console="off")
+            labels = {"job_type": job_type, "group": group, "name": name, "config": config}
+            run = wandb.init(project=project, mode=attempt, settings=settings, **labels)
+            break
+        except Exception as e:
+            print(f"wandb: {attempt} did not start ({str(e).splitlines()[0]}); continuing without", file=sys.stderr)
+    run.define_metric(step_metric, hidden=True)
+    run.define_metric(f"{job_type}/*", step_metric=step_metric)
+    try:
+        yield run
+    finally:
+        with contextlib.suppress(Exception):
+            run.finish()

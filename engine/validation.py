@@ -1,0 +1,42 @@
+"""The in-window loss on held-out text, which train.py reports."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from conf.schema import TrainConfig
+from data.corpus import HeldOut
+from data.held_out import validation_windows
+from engine import distributed
+from engine.device import autocast
+from model.gpt import GPT
+from model.scaling import ContextChange
+
+
+class Validation:
+    """cfg.val_windows held-out windows of ctx tokens, evenly spread."""
+
+    def __init__(self, corpus: HeldOut, cfg: TrainConfig, device: torch.device):
+        self.windows = validation_windows(corpus, cfg.ctx, cfg.val_windows)  # int64 [windows, ctx + 1]
+        targets = self.windows[:, 1:]
+        self.tokens, self.bytes = targets.numel(), int(torch.from_numpy(corpus.token_bytes)[targets].sum())
+        self.passes = self.windows.split(max(1, cfg.micro_tokens // cfg.ctx))
+        self.device, self.dtype = device, cfg.dtype
+
+    @torch.no_grad()
+    def measure(self, model: GPT, change: ContextChange) -> dict[str, float]:
+        """{"loss": nats per token, "ppl": perplexity, "bits_per_byte": ...}"""
+        ranks, nats = distributed.ranks(), 0.0
+        with torch.compiler.set_stance("force_eager"):  # two passes do not repay a compile
+            for i, counts in ranks.shard_work(len(self.passes)):
+                w: Tensor = self.passes[i].to(self.device)
+                with autocast(self.device, self.dtype):
+                    nats += counts * model.losses(w[:, :-1], w[:, 1:], change=change).sum().item()
+        nats = ranks.total(nats)
+        loss = nats / self.tokens
+        return {"loss": loss, "ppl": math.exp(min(loss, 700)), "bits_per_byte": nats / math.log(2) / self.bytes}
+
+
+def describe_validation(v: dict[str, float]) -> str:
+    return f"loss {v['loss']:.3f} nats/token, perplexity {v['ppl']:.2f}, {v['bits_per_byte']:.3f} bits/byte"

@@ -1,0 +1,188 @@
+"""Write a trained run as a Hugging Face checkpoint: config.json, model.safetensors and tokenizer.json.
+
+What transformers cannot express, encodings and scalings above all, is refused by its name; nothing is approximated.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import tiktoken
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from conf.errors import UserError, file_errors
+from conf.schema import ModelConfig, TrainConfig
+from data.tokenizer import END
+from engine.run import Run
+from hf.families import ACTIVATIONS, FAMILIES, from_ours
+from hf.rope_types import rope_parameters
+
+CLASSES = {"llama": "Llama", "arcee": "Arcee", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # model_type -> class name prefix
+
+
+def write_checkpoint(run: Run, out: Path) -> str:
+    """Write run to the new folder out, completely or not at all; returns its model_type.
+
+    UserError if the run has a setting that transformers cannot express, if out exists or if it cannot be written.
+    """
+    if out.exists():
+        raise UserError(f"out={out}: is there already: choose another or remove it")
+    cfg, encoding = run.cfg, run.corpus.encoding
+    model_type = architecture(cfg.model)
+    rope = rope_parameters(cfg, run.trained_scaling(cfg.ctx), run.context.train_ctx)
+    state, end = run.model.state_dict(), encoding.eot_token
+    files = {
+        "config.json": config(cfg, run.corpus.vocab_size, end, state["blocks.0.mlp.down.weight"].shape[1], rope),
+        "generation_config.json": {"bos_token_id": end, "eos_token_id": end},
+        "tokenizer.json": tokenizer_json(encoding),
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END,
+                                  "clean_up_tokenization_spaces": False, "model_max_length": cfg.ctx},
+    }  # fmt: skip
+    tensors = from_ours(FAMILIES[model_type].table, cfg.model, in_hf_form(cfg.model, state, cfg.pos["interleaved"]))
+    # Written to a temporary folder and renamed, so that a full disk leaves nothing that looks complete
+    temporary = None
+    try:
+        with file_errors(f"out={out}: cannot be written"):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+            for name, content in files.items():
+                (temporary / name).write_text(json.dumps(content, indent=1, ensure_ascii=False))
+            # A copy of each: safetensors refuses tensors that share memory, as the parts of a fused one do
+            copies = {name: x.float().contiguous().clone() for name, x in tensors.items()}
+            save_file(copies, temporary / "model.safetensors", metadata={"format": "pt"})
+            temporary.chmod(0o755)
+            temporary.rename(out)
+    finally:
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return model_type
+
+
+# ---- config.json ----
+
+
+def architecture(m: ModelConfig) -> str:
+    """The transformers model_type that computes what this model does. UserError if there is none."""
+    gated = m.mlp == "swiglu"
+    cannot = {
+        "norm": m.norm != "rms",
+        "residual": m.residual != "serial",
+        "head_bias": m.head_bias,
+        "width": m.width % m.n_heads > 0,
+        "out_bias": m.out_bias and not m.qkv_bias,
+        "qk_norm": m.qk_norm and not (gated and m.qkv_bias == m.out_bias and not m.mlp_bias),  # only Qwen3 has it
+        "qkv_bias": m.qkv_bias and not m.out_bias and not (gated and not m.mlp_bias),  # without out_bias only Qwen2
+    }
+    for setting in (s for s, bad in cannot.items() if bad):
+        raise UserError(
+            f"model.{setting}={getattr(m, setting)}: cannot be exported with the other settings of this model; "
+            "model=nano, tiny, gpt2, llama and qwen3 can"
+        )
+    if m.qk_norm:
+        return "qwen3"
+    if m.qkv_bias and not m.out_bias:
+        return "qwen2"
+    return "llama" if gated else "arcee"
+
+
+def config(cfg: TrainConfig, vocab_size: int, end: int, hidden: int, rope: dict) -> dict:
+    """config.json. end: the id of the token between documents; hidden: the MLP's width; rope: rope_parameters."""
+    m, model_type = cfg.model, architecture(cfg.model)
+    biases = {"attention_bias": m.qkv_bias and m.out_bias} if model_type != "qwen2" else {}
+    biases |= {"mlp_bias": m.mlp_bias} if model_type in ("llama", "arcee") else {}
+    return {
+        "architectures": [f"{CLASSES[model_type]}ForCausalLM"],
+        "model_type": model_type,
+        "hidden_act": next(name for name, mlp in ACTIVATIONS.items() if mlp == m.mlp),
+        "hidden_size": m.width,
+        "intermediate_size": hidden,
+        "num_hidden_layers": m.n_layers,
+        "num_attention_heads": m.n_heads,
+        "num_key_value_heads": m.kv_heads,
+        "head_dim": m.head_width,
+        "max_position_embeddings": cfg.ctx,
+        "rms_norm_eps": m.norm_eps,
+        "rope_parameters": rope,
+        "tie_word_embeddings": m.tied_head,
+        **biases,
+        "vocab_size": vocab_size,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "dtype": "float32",
+    }
+
+
+# ---- weights ----
+
+
+def in_hf_form(m: ModelConfig, state: Mapping[str, Tensor], interleaved: bool) -> dict[str, Tensor]:
+    """Our state dict with QK-norm weights, and with the dimensions of each q and k head in Hugging Face's order.
+
+    Llama rotates pairs (i, i + D/2), so our interleaved pairs (2i, 2i + 1) are moved there: a score is a sum over
+    dimensions in any order. QK-norm without weights is QK-norm with weights of 1.
+    """
+    D = m.head_width
+    ones = {f"blocks.{i}.attention.qk_norms.{j}.weight": torch.ones(D) for i in range(m.n_layers) for j in (0, 1)}
+    state = {**(ones if m.qk_norm else {}), **state}
+    if not interleaved:
+        return state
+    order = torch.arange(D).view(-1, 2).T.flatten()  # 0, 2, 4, ..., 1, 3, 5, ...
+    for name, x in state.items():
+        if ".attention.qkv." in name:
+            heads = x.unflatten(0, (-1, D))  # [H + 2 G, D, C], of a bias [H + 2 G, D]
+            qk, v = heads.split((m.n_heads + m.kv_heads, m.kv_heads))
+            state[name] = torch.cat((qk[:, order], v)).flatten(0, 1)
+        elif ".attention.qk_norms." in name:
+            state[name] = x[order]
+    return state
+
+
+# ---- tokenizer.json ----
+
+
+def tokenizer_json(encoding: tiktoken.Encoding) -> dict:
+    """The tokenizers package's form of our byte pairs.
+
+    tiktoken joins the pair whose union has the lowest rank, so each way to split a token in two is a merge, in the
+    order of the tokens' ranks.
+    """
+    ranks, letters = encoding._mergeable_ranks, byte_letters()
+
+    def spell(token: bytes) -> str:
+        return "".join(letters[b] for b in token)
+
+    merges = [
+        [spell(token[:i]), spell(token[i:])]
+        for token, _ in sorted(ranks.items(), key=lambda item: item[1])
+        for i in range(1, len(token))
+        if token[:i] in ranks and token[i:] in ranks
+    ]
+    special = {"content": END, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    words = {"type": "Split", "pattern": {"Regex": encoding._pat_str}, "behavior": "Isolated", "invert": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": encoding.eot_token, **special, "special": True}],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+            "vocab": {spell(token): rank for token, rank in ranks.items()}, "merges": merges,
+        },
+    }  # fmt: skip
+
+
+def byte_letters() -> list[str]:
+    """The character that stands for each byte in byte-level vocabularies (GPT-2): itself, or one from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(b if b in printable else next(others)) for b in range(256)]

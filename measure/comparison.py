@@ -1,0 +1,36 @@
+"""What compare.py prints: curves of several runs on the same targets, and their gains over the window control."""
+
+from collections.abc import Sequence
+
+from measure.curves import Curve, window_rows
+from measure.statistics import gain
+
+
+def print_comparison(curves: Sequence[Curve]) -> None:
+    """Bits per byte of curves on the same targets, a line for each curve."""
+    first = curves[0].first
+    scored = f"the {first.tokens // first.documents} scored tokens (task {first.task})"
+    print(f"bits/byte of {scored} of {first.documents} held-out documents, given n tokens")
+    width = max(len(f"{c.run}  {c.label}") for c in curves) + 2
+    ns = sorted({row.n for c in curves for row in c.rows})
+    print(" " * width + f"{'L':>6}" + "".join(f"{n:>8}" for n in ns))
+    for c in curves:
+        cells = {row.n: f"{row.bits_per_byte:.3f}" for row in c.rows}
+        print(f"{f'{c.run}  {c.label}':<{width}}{c.first.train_ctx:>6}" + "".join(f"{cells.get(n, ''):>8}" for n in ns))
+
+
+def print_gains(shown: Sequence[Curve], curves: Sequence[Curve]) -> None:
+    """The gain of each shown curve over its run's window control past L, best first. curves: with the controls."""
+    windows = window_rows(curves)
+    ns = sorted({row.n for c in shown for row in c.rows if row.n > shown[0].first.train_ctx})
+    lines = []
+    for c in shown:
+        window = windows.get(c.run, {})
+        gains = {row.n: gain(row, window[row.n]) for row in c.rows if row.n in window}
+        cells = [f"{gains[n][0]:+.3f} [{gains[n][1]:+.3f}, {gains[n][2]:+.3f}]" if n in gains else "" for n in ns]
+        order = -gains[ns[0]][0] if ns and ns[0] in gains else 0.0  # by the gain at the shortest length
+        lines.append((order, f"{c.run}  {c.label}", cells))
+    width = max(len(name) for _, name, _ in lines) + 2
+    print("gain over the window control, nats/token [95 %]\n" + " " * width + "".join(f"{n:>26}" for n in ns))
+    for _, name, cells in sorted(lines):
+        print(f"{name:<{width}}" + "".join(f"{cell:>26}" for cell in cells))

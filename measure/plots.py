@@ -1,0 +1,147 @@
+"""Figures: what all of them share (colours, axes, labels at the ends of lines), and loss against context length."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter
+
+from engine.checkpoint import write_atomically
+from measure.curves import Curve, Row, window_rows
+from measure.statistics import gain
+
+# Colours that colour-blind readers can tell apart (Okabe and Ito, jfly.uni-koeln.de/color)
+OKABE_ITO = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8C564B"]
+CONTROL = "#333333"
+CONTROL_DASHES = (0, (2, 1.5))
+DASHES = ["-", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)), (0, (5, 1, 1, 1, 1, 1))]
+PERPLEXITY_TICKS = (1, 2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 200, 500, 1e3, 2e3, 5e3, 1e4)
+
+
+# ---- parts of every figure ----
+
+
+def lengths_axis(ax: Any, ns: list[int]) -> None:
+    """Context lengths by doublings, without minor ticks, and no box around the figure."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ns)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ax.minorticks_off()
+    ax.grid(axis="y", alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def mark(ax: Any, n: float, text: str) -> None:
+    """A vertical line with its name at the top."""
+    ax.axvline(n, color="#999999", linewidth=1)
+    ax.annotate(text, (n, 1), xycoords=("data", "axes fraction"), xytext=(4, -12), textcoords="offset points",
+                color="#666666", fontsize=9)  # fmt: skip
+
+
+def end_labels(
+    ax: Any, ends: list[tuple[float, str, str]], space: int = 28, styles: dict[str, Any] | None = None
+) -> None:
+    """Label lines at the right: ends has (y, text, colour) of each; labels that would overlap are moved apart.
+
+    styles: text -> style of its line; a piece of the line is drawn before the text, for lines of one colour.
+    """
+    to_axes = ax.transScale + ax.transLimits
+    gap, low = 0.042, -np.inf
+    for y, text, color in sorted(ends):
+        at = to_axes.transform((1, y))[1]
+        low = max(at, low + gap)
+        if styles:
+            ax.plot([1.015, 1.06], [low, low], color=color, linestyle=styles[text], linewidth=1.6,
+                    transform=ax.transAxes, clip_on=False)  # fmt: skip
+        start = 1.06 if styles else 1
+        ax.annotate(text, (start, low), xycoords="axes fraction", xytext=(space, 0), textcoords="offset points",
+                    color=color, fontsize=9, va="center", annotation_clip=False)  # fmt: skip
+
+
+def save(fig: Any, path: Path) -> None:
+    """Write the figure in the format of the path's suffix; the same figure gives the same file."""
+    kind = path.suffix[1:]
+    metadata = {"svg": {"Date": None}}.get(kind)
+    write_atomically(path, lambda f: fig.savefig(f, format=kind, bbox_inches="tight", metadata=metadata))
+    plt.close(fig)
+
+
+# ---- loss against context length ----
+
+
+def draw_curves(curves: Sequence[Curve], path: Path, title: str, only: Sequence[str] | None = None) -> None:
+    """Bits per byte and perplexity against context length, each line labelled at its end.
+
+    Bands are 95 % intervals of each curve's difference from its run's window control. only: labels to draw.
+    """
+    windows = window_rows(curves)
+    curves = [c for c in curves if only is None or c.label in only]
+    fig, ax = plt.subplots(figsize=(9, 5.2), dpi=150)
+    ends = []
+    for curve in curves:
+        color, dashes, text = _style(curve, curves)
+        ns, bits = [row.n for row in curve.rows], np.array([row.bits_per_byte for row in curve.rows])
+        low, high = _band(curve, windows.get(curve.run, {}))
+        ax.plot(ns, bits, color=color, linestyle=dashes, marker="o", markersize=3, linewidth=1.6)
+        ax.fill_between(ns, low, high, color=color, alpha=0.15, linewidth=0)
+        ends.append((bits[-1], text, color))
+    for n, text in sorted(_marks(curves).items()):
+        mark(ax, n, text)
+    lengths_axis(ax, sorted({row.n for c in curves for row in c.rows}))
+    ax.set_xlabel("context: tokens given, n")
+    ax.set_ylabel("bits per byte of the same targets")
+    _perplexity_axis(ax, curves[0].first)
+    end_labels(ax, ends)
+    ax.set_title(f"{title}\nbands: 95 % of the difference from the window control", fontsize=10, loc="left")
+    save(fig, path)
+
+
+def _style(curve: Curve, curves: Sequence[Curve]) -> tuple[str, Any, str]:
+    """(colour, dashes, text) of a curve. Of several runs each has a colour, of one run each label."""
+    runs = sorted({c.run for c in curves})
+    labels = list(dict.fromkeys(c.label for c in curves if c.label != "window"))
+    is_window, several_labels = curve.label == "window", len({c.label for c in curves}) > 1
+    text = "window control" if is_window else curve.label
+    if len(runs) > 1:
+        dashes = CONTROL_DASHES if is_window else DASHES[labels.index(curve.label) % len(DASHES)]
+        text = f"{curve.run}, {text}" if several_labels else curve.run
+        return OKABE_ITO[runs.index(curve.run) % len(OKABE_ITO)], dashes, text
+    if is_window:
+        return CONTROL, CONTROL_DASHES, text
+    text = "no scaling" if text == "none" else text
+    return OKABE_ITO[labels.index(curve.label) % len(OKABE_ITO)], "-", text
+
+
+def _band(curve: Curve, window: dict[int, Row]) -> tuple[np.ndarray, np.ndarray]:
+    """(low, high) in bits per byte: the interval of the difference from the run's window control, around the curve.
+
+    Documents differ more than methods do, and that part is common to all curves.
+    """
+    bits = np.array([row.bits_per_byte for row in curve.rows])
+    gains = np.array([gain(row, window.get(row.n, row)) for row in curve.rows]) * bits[:, None]
+    gains /= np.array([row.loss for row in curve.rows])[:, None]  # from nats per token to bits per byte
+    return bits + gains[:, 0] - gains[:, 2], bits + gains[:, 0] - gains[:, 1]
+
+
+def _marks(curves: Sequence[Curve]) -> dict[int, str]:
+    """n -> what to write there: the trained contexts, and those of fine-tuning."""
+    marks = {c.first.train_ctx: f"trained at {c.first.train_ctx}" for c in curves}
+    extended = {c.first.extended_ctx for c in curves}
+    return marks | {n: f"extended to {n}" for n in extended if n not in marks}
+
+
+def _perplexity_axis(ax: Any, row: Row) -> None:
+    """A second axis: ln(perplexity) is bits/byte times a constant of the target set, so it is exact."""
+    nats = np.log(2) * row.bytes / row.tokens
+    right = ax.secondary_yaxis("right", functions=(lambda b: b * nats, lambda p: p / nats))
+    low, high = (y * nats for y in ax.get_ylim())
+    ticks = [p for p in PERPLEXITY_TICKS if low <= np.log(p) <= high]
+    right.set_yticks(np.log(ticks), [f"{p:g}" for p in ticks])
+    right.tick_params(labelsize=8, pad=1, direction="in", colors="#666666")
+    ax.annotate("perplexity", (1, 1), xycoords="axes fraction", xytext=(0, 5), textcoords="offset points",
+                ha="right", color="#666666", fontsize=9)  # fmt: skip

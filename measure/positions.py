@@ -1,0 +1,55 @@
+"""by_position=true: the loss by position in the document."""
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from measure.curves import write_jsonl
+from measure.evaluation import Evaluation, Method
+from measure.statistics import bootstrap
+from measure.tasks.prefix import Prefix
+
+
+def loss_by_position(evaluation: Evaluation, method: Method) -> list[dict]:
+    """The rows of `position_rows` for one method at the longest length."""
+    evaluation.bar.set_postfix_str(f"{method.label}, by position", refresh=False)
+    change = evaluation.run.change(method.scalings, evaluation.ctx, evaluation.ctx)
+    return position_rows(evaluation.score(Prefix(), evaluation.ctx, change))
+
+
+def position_rows(nats: Tensor) -> list[dict]:
+    """From nats [documents, ctx]: the mean loss of each bucket of positions, with its 95 % interval."""
+    ctx = nats.shape[1]
+    edges = [0, *(64 * 2**k for k in range(ctx.bit_length()) if 64 * 2**k < ctx), ctx]
+    rows = []
+    for start, end in itertools.pairwise(edges):
+        per_document: np.ndarray = nats[:, start:end].sum(dim=1).numpy()
+        n = len(per_document) * (end - start)
+        low, high = bootstrap(per_document, n)
+        rows.append({"from": start, "to": end - 1, "loss": float(per_document.sum() / n), "low": low, "high": high})
+    return rows
+
+
+def write_positions(evaluation: Evaluation, methods: Sequence[Method], rows_of: dict[str, list[dict]]) -> None:
+    """One file for the methods of an evaluation, named by everything that shapes it. rows_of: label -> rows."""
+    run, ctx, label = evaluation.run, evaluation.ctx, methods[-1].label
+    identity = f"{run.digest} {evaluation.targets} {evaluation.dtype_name} {[(m.label, m.scalings) for m in methods]}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:8]
+    rows = [{"run": run.name, "ctx": ctx, "label": k, **row} for k, rows in rows_of.items() for row in rows]
+    write_jsonl(run.folder / "eval" / "positions" / f"{label.replace(' ', '-')}-ctx{ctx}-{key}.jsonl", rows)
+
+
+def print_positions(rows_of: dict[str, list[dict]], L: int) -> None:
+    """rows_of: label -> the rows of evaluation.position_rows."""
+    print(
+        "\nloss by position, nats/token: each bucket scores different tokens, so hard and easy places in the documents "
+        "show here, too;\nonly the difference between columns of one line is due to the method"
+    )
+    print(f"{'positions':>13}" + "".join(f"{label[:16]:>17}" for label in rows_of))
+    for rows in zip(*rows_of.values(), strict=True):
+        bucket = f"{rows[0]['from']}-{rows[0]['to']}"
+        past = "  past L" if rows[0]["from"] >= L else ""
+        print(f"{bucket:>13}" + "".join(f"{row['loss']:>17.3f}" for row in rows) + past)

@@ -1,0 +1,38 @@
+"""Attention with clipped distances (ReRoPE, sinks at a fixed distance). The letters are those of attention.py."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model.attention import Heads, query_blocks
+from model.pos import Encoding
+from model.scaling import ContextChange
+
+
+def attend_clipped(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, window: int | None) -> Tensor:
+    """Attention whose pairs at a distance of change.clip or more use the far rotation (ReRoPE).
+
+    Within a block of queries a key can be near for all of them, far for all, or near for some and far for others. One
+    SDPA over heads of twice the width gives either score:
+
+        wide q:  [ q | q_far ]
+        wide k:  [ 0 | k_far ]  for keys that are far for some query
+                 [ k |   0   ]  for keys that are near for some query
+
+    A key that is both stands in both groups, and the mask hides it from the queries to which the group does not apply.
+    """
+    D, clip, outputs = heads.q.shape[-1], change.clip, []
+    for block in query_blocks(heads, pos, positions, change, window):
+        k, v, k_far = (block.visible(x) for x in (heads.k, heads.v, heads.k_far))  # [B, H, keys, D]
+        far = block.distance >= clip  # [queries, keys]; keys are in order, so those that are far come first
+        first_near, far_count = int(far[0].sum()), int(far[-1].sum())  # of the first query, of the last
+        wide_q = torch.cat((heads.q[:, :, block.rows], heads.q_far[:, :, block.rows]), dim=-1)  # [B, H, queries, 2 D]
+        wide_k = torch.cat((F.pad(k_far[:, :, :far_count], (D, 0)), F.pad(k[:, :, first_near:], (0, D))), dim=2)
+        wide_v = F.pad(torch.cat((v[:, :, :far_count], v[:, :, first_near:]), dim=2), (0, D))
+        far_mask = block.mask[..., :far_count].masked_fill(~far[:, :far_count], -math.inf)
+        near_mask = block.mask[..., first_near:].masked_fill(far[:, first_near:], -math.inf)
+        mask = torch.cat((far_mask, near_mask), dim=-1)
+        outputs.append(F.scaled_dot_product_attention(wide_q, wide_k, wide_v, mask, scale=D**-0.5)[..., :D])
+    return torch.cat(outputs, dim=2)

@@ -1,0 +1,21 @@
+"""Open the run that eval.py's run= names: one of ours, or a Hugging Face checkpoint with run=hf:PATH."""
+
+import torch
+
+from conf.eval_schema import EvalConfig
+from engine.run import Run
+
+HF_PREFIX = "hf:"
+
+
+def open_run(cfg: EvalConfig, device: torch.device) -> Run:
+    """The run of cfg.run, or the newest that fits. UserError if there is none that can be evaluated as cfg asks."""
+    ctx, scalings = cfg.longest_ctx, cfg.scalings
+    if cfg.run is not None and cfg.run.startswith(HF_PREFIX):
+        from hf.read import open_hf
+
+        settings = {"train_ctx": cfg.train_ctx, "data": cfg.data, "runs": cfg.runs}
+        return open_hf(cfg.run.removeprefix(HF_PREFIX), ctx=ctx, device=device, scalings=scalings, **settings)
+    return Run.open(
+        cfg.run, runs=cfg.runs, cache=cfg.cache, device=device, ctx=ctx, scalings=scalings, exp=cfg.trained_with
+    )

@@ -1,0 +1,148 @@
+"""Attention: each way to attend against formulas written out here, and the scaling methods that change scores."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import attention, gpt
+from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
+from tests.helpers import UNLIMITED, choices, encoding_of, model_of, random_tokens
+
+# ---- every encoding, with and without a window ----
+
+
+@pytest.mark.parametrize("pos", choices("pos"))
+@pytest.mark.parametrize("window", [None, 1, 5, 24])
+@pytest.mark.parametrize("n_kv_heads", [4, 2])
+def test_blocked_and_written_out_attention_equal_the_plain_formula(pos, window, n_kv_heads, monkeypatch):
+    """Both paths, against softmax(q k / sqrt(D) + bias) with a dense mask written here."""
+    model = model_of(pos, f"model.n_kv_heads={n_kv_heads}")
+    x, change = random_tokens(), ContextChange(window=window)
+    written_out = model(x, change=change)
+    with torch.no_grad():
+        whole = model(x, change=change)
+        monkeypatch.setattr(attention, "QUERY_BLOCK", 7)
+        blocked = model(x, change=change)
+
+    def plain(heads, pos, positions, change):
+        q, k, v = heads.q, heads.k, heads.v
+        T, window = q.shape[2], change.window
+        distance = torch.arange(T)[:, None] - torch.arange(T)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+        bias = pos.bias(positions, positions)
+        scores = scores if bias is None else scores + bias
+        return scores.masked_fill((distance < 0) | (distance >= (window or T)), -math.inf).softmax(-1) @ v
+
+    monkeypatch.setattr(attention, "attend", plain)
+    want = model(x, change=change)
+    for got in (written_out, whole, blocked):
+        assert (got - want).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("pos", UNLIMITED)
+def test_window_control_is_full_attention_inside_the_window(pos):
+    model, x = model_of(pos), random_tokens(1, 24)
+    with torch.no_grad():
+        full = model(x)
+        assert torch.equal(model(x, change=ContextChange(window=24)), full)
+        assert (model(x, change=ContextChange(window=23)) - full).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-6), (torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_alibi_without_a_mask_equals_alibi_with_one(dtype, tolerance):
+    """Also at distances where a bias in plain bfloat16 would be off by whole nats: the reference is float64."""
+    encoding = encoding_of("alibi")
+    T = 3000
+    q, k, v = torch.randn(3, 1, 4, T, 16, generator=torch.Generator().manual_seed(0)).to(dtype).unbind()
+    p = torch.arange(T) + 10**6
+    with torch.no_grad():
+        got = attention.attend(attention.Heads(q, k, v), encoding, p, NO_CHANGE)
+        mask = encoding.bias(p, p).double().masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
+        want = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=mask[None])
+    assert (got.double() - want).abs().max() < tolerance
+
+
+# ---- scaling methods that change scores ----
+
+
+Scores = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def dense(model: gpt.GPT, x: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """One layer's attention output with scores(q, k) [H, T, T] given in full, as an independent reference."""
+    block = model.blocks[0]
+    h = block.norm1(model.tokens(x))
+    q, k, v = block.attention.qkv(h).unflatten(-1, (-1, 16)).split(4, dim=2)
+    s = scores(q[0].transpose(0, 1), k[0].transpose(0, 1)) / 4
+    T = x.shape[1]
+    s = s.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
+    return (s.softmax(-1) @ v[0].transpose(0, 1)).transpose(0, 1).flatten(1)
+
+
+def attention_output(model: gpt.GPT, x: torch.Tensor, change: ContextChange) -> torch.Tensor:
+    """What the first layer's attention hands to its output projection, [T, H * D]."""
+    seen = []
+
+    def keep(module, inputs):
+        seen.append(inputs[0])
+
+    handle = model.blocks[0].attention.out.register_forward_pre_hook(keep)
+    with torch.no_grad():
+        model(x, change=change)
+    handle.remove()
+    return seen[0][0]
+
+
+def rotated_scores(inv_freq: torch.Tensor, relative: torch.Tensor) -> Scores:
+    """q . R(relative) k for any matrix of relative positions, which may be fractions, in float64."""
+
+    def scores(q, k):
+        angle = relative[..., None] * inv_freq
+        q, k = (torch.view_as_complex(t.unflatten(-1, (2, 8)).transpose(-1, -2).contiguous()) for t in (q, k))
+        return torch.einsum("hqi,hki,qki->hqk", q, k.conj(), torch.polar(torch.ones_like(angle), angle)).real
+
+    return scores
+
+
+@pytest.mark.parametrize("block", [7, 512])
+@pytest.mark.parametrize("leak", [None, 4.0, "auto"])
+def test_rerope_clips_relative_positions(leak, block, monkeypatch):
+    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    model, x = model_of("rope"), random_tokens(1, 24)
+    trained = TrainedContext("rope", 12, model.pos.inv_freq)
+    change = resolve({"kind": "rerope", "size": 6, "leak": leak}, trained, 24, 24)
+    slope = {None: 0.0, 4.0: 1 / 4, "auto": (12 - 6) / (24 - 6)}[leak]
+    r = (torch.arange(24)[:, None] - torch.arange(24)).double()
+    clipped = torch.where(r < 6, r, 6 + (r - 6) * slope)
+    want = dense(model, x, rotated_scores(model.pos.inv_freq, clipped))
+    assert (attention_output(model, x, change) - want).abs().max() < 1e-5
+    if leak == "auto":
+        assert clipped.max() < 12  # inside what was trained
+    unclipped = dense(model, x, rotated_scores(model.pos.inv_freq, r))
+    assert (want - unclipped).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("block", [7, 512])
+def test_window_with_sinks_keeps_the_first_keys_at_distance_L(block, monkeypatch):
+    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    model, x = model_of("rope"), random_tokens(1, 24)
+    change = resolve({"kind": "window_sink", "sinks": 2}, TrainedContext("rope", 8, model.pos.inv_freq), 24, 24)
+    i, j = torch.arange(24)[:, None], torch.arange(24)
+    seen = (i - j < 6) | (j < 2)
+    rotated = rotated_scores(model.pos.inv_freq, (i - j).clamp(max=8).double())
+    want = dense(model, x, lambda q, k: rotated(q, k).masked_fill(~seen, -math.inf))
+    assert (attention_output(model, x, change) - want).abs().max() < 1e-5
+    assert (seen & (j <= i)).sum(dim=1).max() == 8  # as many keys as the window control
+
+
+def test_logn_multiplies_queries_past_L():
+    model, x = model_of("rope"), random_tokens(1, 24)
+    change = resolve({"kind": "logn"}, TrainedContext("rope", 8, model.pos.inv_freq), 24, 24)
+    factor = torch.tensor([max(1, math.log(m + 1) / math.log(8)) for m in range(24)], dtype=torch.float64)
+    r = (torch.arange(24)[:, None] - torch.arange(24)).double()
+    rotated = rotated_scores(model.pos.inv_freq, r)
+    want = dense(model, x, lambda q, k: rotated(q, k) * factor[:, None])
+    assert (attention_output(model, x, change) - want).abs().max() < 1e-5

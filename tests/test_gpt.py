@@ -1,0 +1,44 @@
+"""The model: losses of scored tokens, its options and its sizes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import gpt
+from tests.helpers import SMALL, model_of, random_tokens, train_settings
+
+
+def test_losses_score_the_last_tokens_and_blocks_change_nothing(monkeypatch):
+    model, x = model_of("rope"), random_tokens(2, 17)
+    logits = model(x[:, :-1])
+    want = F.cross_entropy(logits[:, -5:].flatten(0, 1), x[:, -5:].flatten(), reduction="none").view(2, 5)
+    assert (model.losses(x[:, :-1], x[:, -5:]) - want).abs().max() < 1e-6
+    whole = model.losses(x[:, :-1], x[:, 1:]).mean()
+    whole.backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    monkeypatch.setattr(gpt, "LOSS_BLOCK", 3 * 50)  # three rows of logits at a time
+    blocked = model.losses(x[:, :-1], x[:, 1:]).mean()
+    blocked.backward()
+    assert (whole - blocked).abs() < 1e-6
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        assert (p.grad - grad).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("shape", [("gelu", True), ("swiglu", True), ("gelu", False)])
+def test_model_options(shape):
+    mlp, tied = shape
+    model = gpt.build(train_settings("pos=rope", *SMALL, f"model.mlp={mlp}", f"model.tied_head={tied}"), 64)
+    assert (model.head.weight is model.tokens.weight) == tied
+    plain = gpt.build(train_settings("pos=rope", *SMALL), 64).n_parameters() + (0 if tied else 64 * 64)
+    assert abs(model.n_parameters() / plain - 1) < 0.15  # a gated MLP costs about the same
+
+
+def test_sizes_are_as_documented():
+    sizes = {"nano": (3e6, 4.2e6), "tiny": (10e6, 30e6)}
+    for name, (low, high) in sizes.items():
+        model = gpt.build(train_settings(f"model={name}"), 2048)
+        assert low <= model.n_parameters() <= high
+    with torch.device("meta"):
+        model = gpt.build(train_settings("model=gpt2", "pos=learned", "ctx=1024", "batch_tokens=8192"), 50304)
+    assert model.n_parameters() == pytest.approx(124e6, rel=0.01)
