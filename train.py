@@ -23,6 +23,7 @@ from data import corpus as corpora
 from data.batches import batch
 from engine import checkpoint, distributed, resume
 from engine import device as devices
+from engine.compile import compile_blocks, should_compile
 from engine.optimizer import learning_rate, make_optimizer
 from engine.progress import progress_bar
 from engine.signals import StopSignal
@@ -84,7 +85,7 @@ def train(cfg: TrainConfig) -> None:
     n_params = model.n_parameters()
     throughput = Throughput(cfg, n_params, device)
     # Decided by the whole run, not by what is left of it: a resumed run must round as an uninterrupted one does.
-    compiles = devices.should_compile(cfg.compile, device, 6 * n_params * cfg.batch_tokens * cfg.steps)
+    compiles = should_compile(cfg.compile, device, 6 * n_params * cfg.batch_tokens * cfg.steps)
 
     print_start(cfg, folder, model, corpus.vocab_size, device, start)
     if cfg.init:
@@ -105,7 +106,7 @@ def train(cfg: TrainConfig) -> None:
             # ---- one optimizer step of batch_tokens, accumulated over micro-batches ----
             if compiles and step >= COMPILE_AT:
                 bar.set_postfix_str("compiling, about half a minute the first time")
-                devices.compile_blocks(model)
+                compile_blocks(model)
                 compiles = False
             lr = learning_rate(step, cfg.steps, cfg.optim)
             for group in optimizer.param_groups:

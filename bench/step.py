@@ -24,7 +24,8 @@ from torch import nn
 from conf.compose import train_settings
 from conf.schema import TrainConfig
 from data.batches import batch
-from engine.device import autocast, compile_blocks, uses_bfloat16
+from engine.compile import compile_blocks
+from engine.device import autocast, uses_bfloat16
 from engine.optimizer import make_optimizer
 from model import gpt
 

@@ -45,8 +45,7 @@ def start(run: Path, cfg: TrainConfig) -> None:
     """Create the run's folder with its settings in config.json; weights of an earlier run (fresh=true) are removed."""
     (run / "ckpt.pt").unlink(missing_ok=True)
     shutil.rmtree(run / "shards", ignore_errors=True)
-    text = json.dumps(asdict(cfg), indent=1)
-    write_atomically(run / "config.json", lambda f: f.write(text.encode()))
+    write_atomically(run / "config.json", lambda f: f.write(json.dumps(asdict(cfg), indent=1).encode()))
 
 
 def save(run: Path, state: dict[str, Any]) -> None:

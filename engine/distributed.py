@@ -1,6 +1,6 @@
 """One process or several (torchrun --nproc_per_node=N train.py), behind one set of calls.
 
-`ranks()` is a OneProcess, whose methods do nothing, or, under torchrun, the ManyProcesses of engine/torchrun.py, which
+`ranks()` is a OneProcess, whose methods do nothing, or, under torchrun, the ManyProcesses of engine/ddp_fsdp.py, which
 is imported only there. All ranks draw the same global batch and keep their rows of it. Rank 0 alone writes and prints.
 """
 
@@ -103,7 +103,7 @@ def join(device: torch.device) -> OneProcess:
     """Join the other processes of a torchrun job, one time for all jobs of a sweep; ranks above 0 are silent."""
     global _ranks
     if world() > 1 and type(_ranks) is OneProcess:
-        from engine.torchrun import ManyProcesses
+        from engine.ddp_fsdp import ManyProcesses
 
         _ranks = ManyProcesses(device)
     return _ranks

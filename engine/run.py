@@ -56,9 +56,8 @@ class Run:
         if corpus.key != state["corpus"]:
             raise UserError(f"{folder}: its corpus has changed since the training, so nothing is held out: train again")
         model = gpt.from_weights(cfg, corpus.vocab_size, state["model"]).to(device).eval()
-        context = gpt.trained_context(cfg, model.pos)
-        digest, step, validation = checkpoint.digest(folder), state["step"], state["validation"]
-        return cls(name, reason, folder, cfg, model, corpus, context, step, digest, validation)
+        context, digest = gpt.trained_context(cfg, model.pos), checkpoint.digest(folder)
+        return cls(name, reason, folder, cfg, model, corpus, context, state["step"], digest, state["validation"])
 
     @property
     def pos_name(self) -> str:

@@ -66,8 +66,8 @@ def end_labels(
 def save(fig: Any, path: Path) -> None:
     """Write the figure in the format of the path's suffix; the same figure gives the same file."""
     kind = path.suffix[1:]
-    metadata = {"svg": {"Date": None}}.get(kind)
-    write_atomically(path, lambda f: fig.savefig(f, format=kind, bbox_inches="tight", metadata=metadata))
+    fixed = {"metadata": {"Date": None}} if kind == "svg" else {}
+    write_atomically(path, lambda f: fig.savefig(f, format=kind, bbox_inches="tight", **fixed))
     plt.close(fig)
 
 

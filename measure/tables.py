@@ -16,9 +16,8 @@ def print_curves(none: Curve, window: Curve, requested: Curve) -> None:
     """The table of one evaluation, and what it says about the requested method."""
     L, extended = none.first.train_ctx, none.first.extended_ctx
     shown = {"none": none, "window": window, requested.label: requested}
-    label = requested.label[:16]
     names, units = "".join(f"{name[:16]:>17}" for name in shown), f"{'ppl  bits/byte':>17}" * len(shown)
-    print(f"\n{'':13}{names}{label + ', 95 %':>23}{'gain over window, 95 %':>27}")
+    print(f"\n{'':13}{names}{requested.label[:16] + ', 95 %':>23}{'gain over window, 95 %':>27}")
     print(f"{'n':>7}{'n/L':>6}{units}{'factor':>8}{'ppl':>15}{'nats/token':>27}")
     for i, row in enumerate(requested.rows):
         cells = "".join(f"{c.rows[i].ppl:>10.2f}{c.rows[i].bits_per_byte:>7.3f}" for c in shown.values())

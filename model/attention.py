@@ -113,7 +113,7 @@ def attend(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange
     S, T = heads.q.shape[2], heads.k.shape[2]
     window = change.window if change.window is not None and change.window < T else None
     if heads.q_far is not None:
-        from model.clipped_attention import attend_clipped
+        from model.near_far_attention import attend_clipped
 
         return attend_clipped(heads, pos, positions, change, window)
     # SDPA's backward on a CPU costs more than writing the products out, while T x T is small: over forward and

@@ -41,7 +41,7 @@ AT_LOAD = {
     "wandb": set(),
     "transformers": set(),
     "triton": {"kernels/rope_triton.py", "bench/"},
-    "torch.distributed": {"engine/torchrun.py", "engine/shards.py"},
+    "torch.distributed": {"engine/ddp_fsdp.py", "engine/shards.py"},
 }
 DRAWING = {"measure.plots", "studies.figures"}
 
@@ -204,7 +204,7 @@ def test_a_forbidden_import_is_found(path, source, right):
 def test_what_is_allowed_is_not_reported():
     for path, source in [
         ("engine/run.py", "from model import gpt\nfrom data.corpus import HeldOut\nimport torch, conf.schema"),
-        ("engine/torchrun.py", "import torch.distributed as dist"),
+        ("engine/ddp_fsdp.py", "import torch.distributed as dist"),
         ("eval.py", "def draw():\n    from measure import plots\n    import wandb"),
         ("eval.py", "from open_run import open_run"),
         ("model/pos/xpos.py", "from model.pos.rope import Rope\nfrom . import Encoding"),
@@ -231,7 +231,7 @@ def test_a_command_loads_only_what_it_needs(command):
         "transformers",
         "triton",
         "kernels.rope_triton",
-        "engine.torchrun",
+        "engine.ddp_fsdp",
         "engine.shards",
     ]
     unwanted += ["hf", "studies", "bench", "tests", *({"measure"} if command == "train" else ())]

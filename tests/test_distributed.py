@@ -15,7 +15,7 @@ import torch
 
 from conf.errors import UserError
 from engine import checkpoint, distributed
-from engine.torchrun import ANOTHER_RANK_DIED, ManyProcesses
+from engine.ddp_fsdp import ANOTHER_RANK_DIED, ManyProcesses
 from tests.helpers import ROOT, run_train
 
 STEPS = 120

@@ -1,0 +1,30 @@
+"""When and what torch.compile compiles in training."""
+
+import shutil
+
+import torch
+from torch import nn
+
+# Below this many FLOPs of training a cold compile (about half a minute on two cores) costs more than it gains.
+COMPILE_GAINS_FROM = 4e13
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile one block, whose code all blocks share, and the loss; in place, so that state dicts keep their names.
+
+    Not the whole model: that is no faster here and takes longer to compile.
+    """
+    torch.compiler.reset()  # what an earlier job of a sweep compiled counts against dynamo's limit of recompilations
+    torch._dynamo.config.suppress_errors = True  # no compiler, or one that fails: continue uncompiled
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    model._block_losses = torch.compile(model._block_losses, dynamic=False)
+
+
+def should_compile(setting: str, device: torch.device, flops: float) -> bool:
+    """setting: true, false or auto, which compiles on CUDA, and on a CPU if the run is long enough to gain."""
+    if setting != "auto":
+        return setting == "true"
+    if device.type == "cuda":
+        return True
+    return flops > COMPILE_GAINS_FROM and any(map(shutil.which, ("g++", "clang++")))
