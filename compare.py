@@ -22,6 +22,9 @@ def main() -> None:
     parser.add_argument("--out", default="compare.png", help="the figure, in the folder of runs unless it has a /")
     args = parser.parse_args()
 
+    if Path(args.out).suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--out {args.out}: must end in .png, .svg or .pdf")
+
     # ---- the curves that can be compared: those on the same targets ----
     curves = read_curves(args.runs, args.run)
     targets = most_shared_targets(curves)

@@ -73,9 +73,8 @@ def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:
     for line in filter(None, [spectrum.card(run.context), *warnings]):
         print(line)
     documents, ctx = len(evaluation.documents), evaluation.ctx
-    scored = evaluation.task.targets(evaluation.text, ctx).numpy()
-    n_bytes = int(run.corpus.token_bytes[scored].sum())
-    print(f"targets: {evaluation.task.describe(ctx)} of {documents} held-out documents, {n_bytes:,} bytes")
+    scored, n_bytes = evaluation.task.describe(ctx), evaluation.target_bytes
+    print(f"targets: {scored} of {documents} held-out documents, {n_bytes:,} bytes")
     if documents < 24:
         print(f"note: only {documents} held-out documents are longer than {ctx} tokens, so the intervals are wide")
 
@@ -97,7 +96,7 @@ def draw(evaluation: Evaluation) -> None:
     task = evaluation.task.label.split()[0]
     figure = folder / f"ctx{evaluation.ctx}{'' if task == 'matched' else f'-{task}'}.png"
     curves = select([read_curve(file) for file in folder.glob("*.jsonl")], evaluation.targets)
-    plots.draw_curves(curves, figure, f"{run.name}: pos={run.pos_name}, trained at {run.context.train_ctx} tokens")
+    plots.draw_curves(curves, figure, f"{run.name}: pos={run.context.pos}, trained at {run.context.train_ctx} tokens")
     print(f"\nrows: {folder}/*.jsonl   picture: {figure}   with other runs: python compare.py")
 
 

@@ -33,6 +33,8 @@ def parse(arguments: list[str]) -> dict[str, str]:
 def main() -> None:
     settings = parse(sys.argv[1:])
     out = Path(settings["out"])
+    if out.exists():  # before the corpus is prepared
+        raise UserError(f"out={out}: exists already: choose another folder or remove it")
     run = Run.open(settings["run"], runs=settings["runs"], cache=settings["cache"])
     model_type = write_checkpoint(run, out)
     print(f"{out}: {run.folder} as transformers' {model_type}: AutoModelForCausalLM.from_pretrained('{out}')")

@@ -22,6 +22,7 @@ from conf.eval_schema import TrainedRunConfig
 from conf.hydra_patches import exp_selects_runs, run_main, sweep_job
 from conf.registry import ROOT, describe
 from conf.schema import at_least, check_rules, name_list, one_of, to_object
+from data.corpus import Corpus
 from engine import device as devices
 from engine.run import Run, check_fits
 from model.decode import Decoder
@@ -80,6 +81,7 @@ def sample(cfg: SampleConfig) -> None:
     # ---- the run, and the prompt in its tokens ----
     device = devices.start(cfg.device, cfg.kernel)
     run = Run.open(cfg.run, runs=cfg.runs, cache=cfg.cache, device=device, scalings=cfg.scalings, exp=cfg.trained_with)
+    assert isinstance(run.corpus, Corpus)  # our own runs have one
     encoding = run.corpus.encoding
     start = encoding.encode_ordinary(cfg.prompt) or [encoding.eot_token]
     longest = len(start) + cfg.tokens

@@ -43,6 +43,7 @@ def main(hydra_cfg: DictConfig) -> None:
 
 def train(cfg: TrainConfig) -> None:
     # ---- settings: every mistake shows before any work is done ----
+    assert cfg.name is not None  # train_config sets it
     folder = Path(cfg.runs) / cfg.name
     parent = None
     if cfg.init:
@@ -57,8 +58,7 @@ def train(cfg: TrainConfig) -> None:
     # ---- what there is already: nothing, a part of the run, or all of it ----
     state = resume.saved_state(cfg, folder, device)
     if state and state["step"] == cfg.steps:
-        result = describe_validation(state["validation"])
-        print(f"{folder}: already trained, {cfg.steps} steps, {result}; fresh=true starts over")
+        print(f"{folder}: already trained, {describe_validation(state['validation'])}; fresh=true starts over")
         return
 
     # ---- corpus, model and optimizer ----
@@ -81,7 +81,8 @@ def train(cfg: TrainConfig) -> None:
 
     # ---- derived from the settings ----
     micro_batches = count_micro_batches(local.stop - local.start, cfg)
-    change, validation = gpt.trained_scaling(cfg, model.pos), Validation(corpus, cfg, device)
+    context = gpt.trained_context(cfg, model.pos)
+    change, validation = gpt.trained_scaling(cfg, context), Validation(corpus, cfg, device)
     n_params = model.n_parameters()
     throughput = Throughput(cfg, n_params, device)
     # Decided by the whole run, not by what is left of it: a resumed run must round as an uninterrupted one does.
@@ -138,9 +139,9 @@ def train(cfg: TrainConfig) -> None:
                 speed = f"{point['tokens_per_s']:,.0f} tok/s, MFU {mfu}"
                 bar.set_postfix_str(f"loss {point['loss']:.3f}, {speed}", refresh=False)
             if (saving or logging) and not torch.isfinite(ranks.mean(health)):
-                kept = f"{folder}/ckpt.pt keeps step {saved}" if saved else "nothing was saved yet"
+                last_save = f"{folder}/ckpt.pt has step {saved}" if saved else "nothing was saved yet"
                 lower = f"try optim.lr below {cfg.optim.lr}"
-                raise UserError(f"the loss or its gradient is not finite by step {done}: {kept}; {lower}")
+                raise UserError(f"the loss or its gradient is not finite by step {done}: {last_save}; {lower}")
             if validating:
                 result = validation.measure(model, change)
                 log_point(log, done, {f"val_{name}": value for name, value in result.items()})
@@ -157,9 +158,12 @@ def train(cfg: TrainConfig) -> None:
     if stopping and saved < cfg.steps:
         print(f"stopped: {folder} is saved at step {saved} of {cfg.steps}; run the same command again to resume")
         sys.exit(stop.exit_code)
-    print_end(cfg, folder, model, result, seconds + time.monotonic() - began)
+    print_end(cfg, folder, result, seconds + time.monotonic() - began)
     if cfg.init:
         print(f"fine-tuning took {finetune.describe_cost(cfg)}")
+    longest = min(8192, model.pos.max_positions or 8192)
+    scaling = "none" if model.pos.inv_freq is None or cfg.init else "ntk"
+    print(f"next: python eval.py run={cfg.name} ctx={longest} scaling={scaling}")
 
 
 def check_settings(cfg: TrainConfig) -> None:
@@ -167,8 +171,8 @@ def check_settings(cfg: TrainConfig) -> None:
     if cfg.shard and distributed.world() == 1:
         raise UserError("shard=True: needs more than one process: torchrun --nproc_per_node=N train.py shard=true ...")
     encoding = gpt.build_encoding(cfg)
-    gpt.trained_scaling(cfg, encoding)
-    if cfg.positions != "ordered" and encoding.max_positions is not None:
+    gpt.trained_scaling(cfg, gpt.trained_context(cfg, encoding))
+    if cfg.positions != "ordered" and cfg.longest is not None and encoding.max_positions is not None:
         right = f"at most {encoding.max_positions}, the positions of pos={describe('pos', cfg.pos)}"
         check(cfg.longest <= encoding.max_positions, "longest", cfg.longest, right)
 
@@ -192,6 +196,7 @@ def training_batch(
         return [(piece, None) for piece in pieces]
     from data.training_positions import sample
 
+    assert cfg.longest is not None  # train_config sets it
     positions = sample(cfg.positions, step, seed=cfg.seed, rows=rows, ctx=cfg.ctx, longest=cfg.longest)  # [rows, ctx]
     return list(zip(pieces, positions[local].to(device).chunk(micro_batches), strict=True))
 
@@ -217,13 +222,10 @@ def print_start(
         print(line)
 
 
-def print_end(cfg: TrainConfig, folder: Path, model: gpt.GPT, result: dict[str, float], seconds: float) -> None:
+def print_end(cfg: TrainConfig, folder: Path, result: dict[str, float], seconds: float) -> None:
     total = cfg.steps * cfg.batch_tokens
     print(f"trained {folder}: {total:,} tokens in {seconds / 60:.1f} min ({total / seconds:,.0f} tokens/s)")
     print(f"in window (ctx {cfg.ctx}), held out: {describe_validation(result)}")
-    longest = min(8192, model.pos.max_positions or 8192)
-    scaling = "none" if model.pos.inv_freq is None or cfg.init else "ntk"
-    print(f"next: python eval.py run={cfg.name} ctx={longest} scaling={scaling}")
 
 
 if __name__ == "__main__":

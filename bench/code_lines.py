@@ -33,7 +33,8 @@ def code_lines(path: Path) -> int:
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
-            docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+            first = node.body[0]
+            docstrings |= set(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     lines = enumerate(source.splitlines(), 1)
     return sum(bool(x.strip()) and not x.strip().startswith("#") and i not in docstrings for i, x in lines)
 

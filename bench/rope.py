@@ -40,14 +40,14 @@ def cpu() -> None:
     """The default training step: tables from integer phases in every step, against float32 cosines computed once."""
     from bench.step import our_step
     from conf.compose import train_settings
-    from model.pos.rope import Rope, Tables
+    from model.pos.rope import KernelInputs, Rope, Tables
     from model.scaling import ContextChange
 
     train_step = our_step(train_settings("pos=rope"), compiled=False)
     prepare = Rope.prepare
-    tables: list[Tables] = []
+    tables: list[Tables | KernelInputs] = []
 
-    def prepare_once(self: Rope, positions: Tensor, change: ContextChange) -> Tables:
+    def prepare_once(self: Rope, positions: Tensor, change: ContextChange) -> Tables | KernelInputs:
         if not tables:
             tables.append(prepare(self, positions, change))
         return tables[0]
@@ -140,6 +140,7 @@ def peers(R: int, positions: Tensor, device: str) -> dict[str, Callable[[Tensor,
         # FLASH_ROTARY=PATH loads flash_attn/ops/triton/rotary.py from an unpacked sdist: building it takes hours.
         if path := os.environ.get("FLASH_ROTARY"):
             spec = importlib.util.spec_from_file_location("flash_rotary", path)
+            assert spec is not None and spec.loader is not None, path
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             apply_rotary = module.apply_rotary

@@ -64,7 +64,7 @@ def compile_one(dtype: str, interleaved: bool, D: int, P: int) -> dict[str, str 
         "dtype": dtype, "interleaved": interleaved, "D": D, "P": P, "shared": built.metadata.shared,
         "loads": loads, "loads_128": wide[0], "stores": stores, "stores_128": wide[1],
         "shuffles": count(r"\bSHFL\b"), "local": count(r"\b(LDL|STL)\b"),
-        "registers": int(re.search(r"REG:(\d+)", usage)[1]), "stack": int(re.search(r"STACK:(\d+)", usage)[1]),
+        "registers": int(re.findall(r"REG:(\d+)", usage)[0]), "stack": int(re.findall(r"STACK:(\d+)", usage)[0]),
     }  # fmt: skip
 
 

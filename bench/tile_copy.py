@@ -26,6 +26,6 @@ def tile_copy(x: Tensor) -> Tensor:
     block = rope_triton.tile(triton.next_power_of_2(D) // 2, x.element_size())
     width = triton.next_power_of_2(D)
     grid = (triton.cdiv(B * T, block["BLOCK_T"]), triton.cdiv(N * D, rope_triton.HEADS * width))
-    _copy_kernel[grid](x, y, B * T, N * D, BLOCK_T=block["BLOCK_T"], BLOCK_W=rope_triton.BLOCK_H * width,
-                       WIDTH=rope_triton.HEADS * width, num_warps=block["num_warps"])  # fmt: skip
+    _copy_kernel[grid](x, y, B * T, N * D, BLOCK_T=block["BLOCK_T"], BLOCK_W=rope_triton.BLOCK_H * width,  # ty: ignore[invalid-argument-type]
+                       WIDTH=rope_triton.HEADS * width, num_warps=block["num_warps"])  # fmt: skip  # ty: ignore[unknown-argument]
     return y

@@ -4,7 +4,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -28,7 +28,7 @@ def check(ok: bool, setting: str, value: Any, right: str) -> None:
 
 
 @contextmanager
-def file_errors(path: Any) -> Iterator[None]:
+def file_errors(path: Any) -> Generator[None]:
     """Inside, an operating system's error (no permission, no space) is a user error that names path."""
     try:
         yield

@@ -59,7 +59,7 @@ def eval_config(cfg: DictConfig) -> EvalConfig:
     check(ok, "ctx", c.ctx, "a whole number of at least 1, or a list of them: ctx=8192 or ctx=[256,1024]")
     c.plus = name_list(c.plus, "plus", "scaling")
     if not (c.run or "").startswith("hf:"):
-        right = "left out: a trained run is evaluated on its own corpus, only run=hf:PATH on any"
+        right = "left out: a trained run is evaluated on its corpus; only run=hf:PATH can be evaluated on another"
         check(not c.data, "data", c.data.get("kind"), right)
         right = "left out: a trained run knows its context, only a Hugging Face folder (run=hf:PATH) may not"
         check(c.train_ctx is None, "train_ctx", c.train_ctx, right)

@@ -14,7 +14,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ def hydra_message(e: BaseException) -> str:
 
 
 @contextmanager
-def hydra_errors_are_user_errors() -> Iterator[None]:
+def hydra_errors_are_user_errors() -> Generator[None]:
     """Around what parses the command line: Hydra and OmegaConf complain about what the user typed."""
     try:
         yield
@@ -47,6 +47,10 @@ def hydra_errors_are_user_errors() -> Iterator[None]:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         raise UserError(hydra_message(e)) from None
+
+
+class JobBug(Exception):
+    """Carries an exception that is our bug (its cause) through Hydra."""
 
 
 class FailedJob(str):
@@ -64,22 +68,26 @@ def sweep_job(function: Callable) -> Callable:
             if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 raise
             if HydraConfig.get().mode != RunMode.MULTIRUN:
-                exit_with(str(e), e.on_all_ranks)  # here: Hydra would print a line of its own before it raises again
+                exit_with(str(e), e.on_all_ranks)  # here, since Hydra would print another line before it raises again
             job = " ".join(HydraConfig.get().overrides.task)
             if rank() == 0:
                 print(f"error: {job}: {e}", file=sys.stderr)
             return FailedJob(job)
-        except (HydraException, OmegaConfBaseException) as e:
-            # The settings were checked before: this one is our bug, and run_jobs must not take it for the user's
-            raise RuntimeError("an unexpected error of the configuration libraries") from e
+        except Exception as e:  # our bug: run_jobs must not take it for one of Hydra's complaints
+            raise JobBug from e
 
     return wrapped
 
 
 def run_jobs(launch: Callable) -> Any:
     """Run one Hydra launch. If jobs of a sweep failed, list them and exit with code 1."""
-    with hydra_errors_are_user_errors():
-        result = launch()
+    try:
+        with hydra_errors_are_user_errors():
+            result = launch()
+    except JobBug as e:
+        raise e.__cause__ or e from None
+    except (ValueError, OSError) as e:  # Hydra's way to complain about pos=null, or about a folder it cannot make
+        raise UserError(str(e)) from e
     batches = [batch for batch in result if isinstance(batch, list | tuple)] if isinstance(result, list) else []
     jobs = [job.return_value for batch in batches for job in batch if isinstance(job, JobReturn)]
     if failed := [job for job in jobs if isinstance(job, FailedJob)]:
@@ -91,7 +99,7 @@ def run_main(main: Callable[[], None], *rewrites: Callable[[str], str]) -> None:
     """Run a Hydra main function as a command, with each argument rewritten first; report user errors in one line."""
     for rewrite in rewrites:
         sys.argv[1:] = [rewrite(argument) for argument in sys.argv[1:]]
-    hydra_utils.run_and_report = user_errors_in_one_line(run_jobs)
+    hydra_utils.run_and_report = user_errors_in_one_line(run_jobs)  # ty: ignore[invalid-assignment]
     main()
 
 

@@ -4,6 +4,8 @@ The other keys of the yaml are knobs: the parameters of the function or class th
 type hints (`build_from_knobs`). So a new entry is one .py and one .yaml, and no list of names has to be edited.
 """
 
+import copy
+import functools
 import importlib
 import inspect
 import types
@@ -27,25 +29,31 @@ def choices(group: str) -> list[str]:
     return sorted(p.stem for p in (ROOT / "conf" / group).glob("*.yaml"))
 
 
+@functools.cache
+def _group(group: str) -> dict[str, dict]:
+    """Name -> settings of every yaml of conf/GROUP, parsed one time. To be read, not changed."""
+    files = {name: OmegaConf.load(ROOT / "conf" / group / f"{name}.yaml") for name in choices(group)}
+    return {name: typing.cast(dict, OmegaConf.to_container(file)) for name, file in files.items()}
+
+
 def yaml_values(group: str, name: str) -> dict:
     """The settings in conf/GROUP/NAME.yaml, with interpolations such as ${ctx} left as they are."""
-    return typing.cast(dict, OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / group / f"{name}.yaml")))
+    return copy.deepcopy(_group(group)[name])
 
 
 def yaml_name(group: str, knobs: dict[str, Any]) -> str:
-    """The name of the yaml that knobs come from: what the user typed, also where several yamls share one kind.
+    """The name of the yaml with the fewest differences from knobs, among those of their kind (rope, rope_partial).
 
-    Several yamls can share a kind (rope, rope_partial). Of those, the one with the fewest different values.
+    That is the name the user typed, unless other settings made it equal to another yaml of the same kind.
     """
-    different = {name: len(_differences(knobs, yaml_values(group, name))) for name in choices(group)}
-    same_kind = [name for name in different if yaml_values(group, name)["kind"] == knobs["kind"]]
-    return min(same_kind, key=lambda name: (different[name], name != knobs["kind"]), default=knobs["kind"])
+    different = {k: len(_differences(knobs, v)) for k, v in _group(group).items() if v["kind"] == knobs["kind"]}
+    return min(different, key=lambda name: (different[name], name != knobs["kind"]), default=knobs["kind"])
 
 
 def describe(group: str, knobs: dict[str, Any]) -> str:
     """The yaml's name and every knob that differs from it: `yarn beta_fast=4.0`."""
     name = yaml_name(group, knobs)
-    differences = _differences(knobs, yaml_values(group, name)) if name in choices(group) else {}
+    differences = _differences(knobs, _group(group).get(name, knobs))
     return " ".join([name, *(f"{key}={value}" for key, value in differences.items())])
 
 
@@ -66,12 +74,12 @@ def load_kind(package: str, kind: Any, attribute: str, group: str | None = None)
     if isinstance(kind, str) and kind.isidentifier():
         name = f"{package}.{kind}"
         try:
-            return getattr(importlib.import_module(name), attribute)
+            module = importlib.import_module(name)
+            if hasattr(module, attribute):
+                return getattr(module, attribute)
         except ModuleNotFoundError as e:
             if e.name != name:
                 raise
-        except AttributeError:
-            pass
     raise UserError(f"{group}.kind={kind}: no {package.replace('.', '/')}/{kind}.py that defines `{attribute}`")
 
 
@@ -86,10 +94,8 @@ def build_from_knobs(function: Callable, knobs: dict[str, Any], group: str, *arg
     values = {k: v for k, v in knobs.items() if k != "kind"}
     for key, value in values.items():
         if key not in accepted:
-            raise UserError(
-                f"{group}.{key}={value}: no such setting of {group}={knobs.get('kind')}, "
-                f"which has {', '.join(accepted) or 'none'}"
-            )
+            kind, names = knobs.get("kind"), ", ".join(accepted) or "none"
+            raise UserError(f"{group}.{key}={value}: no such setting of {group}={kind}, which has {names}")
         if not has_type(value, hints.get(key, Any)):
             expected = str(getattr(hints[key], "__name__", hints[key]))
             raise UserError(f"{group}.{key}={value}: must be of type {expected}")

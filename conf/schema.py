@@ -14,9 +14,10 @@ from typing import Annotated, Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from conf.errors import UserError, check
-from conf.hydra_patches import hydra_errors_are_user_errors
+from conf.hydra_patches import hydra_errors_are_user_errors, hydra_message
 from conf.registry import choices
 
 # ---- rules ----
@@ -191,16 +192,17 @@ def name_list(value: Any, setting: str, group: str) -> list[str]:
 
 def from_dict(plain: dict) -> TrainConfig:
     """A TrainConfig from the dictionary in a checkpoint or a config.json. UserError if it is something else."""
-    with hydra_errors_are_user_errors():
+    try:
         return typing.cast(TrainConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), plain)))
+    except OmegaConfBaseException as e:
+        raise UserError(hydra_message(e)) from e
 
 
 def differences(new: TrainConfig, old: TrainConfig) -> list[str]:
     """`key=new (the run has old)` for every setting that shapes the result and differs."""
     a, b = flatten(asdict(new)), flatten(asdict(old))
-    missing = "nothing"
-    keys = [k for k in {**a, **b} if k not in RUN_CONTROL and a.get(k, missing) != b.get(k, missing)]
-    return [f"{k}={a.get(k, missing)} (the run has {b.get(k, missing)})" for k in keys]
+    keys = [k for k in {**a, **b} if k not in RUN_CONTROL and a.get(k, "nothing") != b.get(k, "nothing")]
+    return [f"{k}={a.get(k, 'nothing')} (the run has {b.get(k, 'nothing')})" for k in keys]
 
 
 def flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
@@ -211,18 +213,18 @@ def flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def to_object(cfg: DictConfig, kind: type) -> Any:
-    """cfg as a dataclass of this kind. UserError for a missing value or an unknown key."""
-    missing = OmegaConf.missing_keys(cfg)
-    if missing:
-        raise UserError(f"{', '.join(sorted(missing))}: must be given a value")
-    # OmegaConf lets +foo=1 through
-    nested = [(f"{f.name}.", cfg[f.name], f.type) for f in fields(kind) if is_dataclass(f.type)]
-    for prefix, node, schema in [("", cfg, kind), *nested]:
-        known = [f.name for f in fields(schema)]
-        if unknown := [k for k in node if k not in known]:
-            raise UserError(f"{prefix}{unknown[0]}={node[unknown[0]]}: no such setting; there are {', '.join(known)}")
+def to_object(cfg: DictConfig, kind: type[Any]) -> Any:
+    """cfg as a dataclass of this kind. UserError for a missing value, an unknown key or a bad interpolation."""
     with hydra_errors_are_user_errors():
+        if missing := OmegaConf.missing_keys(cfg):
+            raise UserError(f"{', '.join(sorted(missing))}: must be given a value")
+        # OmegaConf lets +foo=1 through
+        nested = [(f"{f.name}.", cfg[f.name], f.type) for f in fields(kind) if is_dataclass(f.type)]
+        for prefix, node, schema in [("", cfg, kind), *nested]:
+            known = [f.name for f in fields(schema)]
+            if unknown := [k for k in node if k not in known]:
+                key, there_are = f"{prefix}{unknown[0]}={node[unknown[0]]}", ", ".join(known)
+                raise UserError(f"{key}: no such setting; there are {there_are}")
         settings = OmegaConf.to_object(cfg)
     if not isinstance(settings, kind):
         raise UserError(f"the settings are not those of {kind.__name__}: keep its schema first in the defaults list")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from conf.errors import UserError
+from conf.errors import UserError, file_errors
 from conf.registry import build_from_knobs, load_kind
 from data import tokenizer
 
@@ -68,12 +68,13 @@ def prepare(cfg: dict, cache: str) -> Corpus:
         except (OSError, ValueError, KeyError) as e:
             print(f"cache: {folder} is damaged ({e}): preparing it again", file=sys.stderr)
             shutil.rmtree(folder, ignore_errors=True)
+    documents = _call_corpus(cfg, "documents")
     # Built in a temporary folder and renamed, so that a kill or a full disk leaves nothing that looks finished.
     temporary = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-        _build(temporary, cfg, list(_call_corpus(cfg, "documents")))
+        _build(temporary, cfg, documents)
         temporary.rename(folder)
     except OSError as e:
         if not folder.exists():  # else another process was first with the same files
@@ -95,43 +96,43 @@ def split(documents: list[tuple[str, str]], holdout: int) -> tuple[list, list]:
 
 def held_out_texts(cfg: dict) -> list[tuple[str, str]]:
     """(name, text) of the documents that the corpus of cfg holds out."""
-    return split(list(_call_corpus(cfg, "documents")), cfg["holdout"])[1]
+    return split(_call_corpus(cfg, "documents"), cfg["holdout"])[1]
 
 
 def _call_corpus(cfg: dict, function: str) -> Any:
     """`fingerprint` or `documents` of the corpus that cfg names, called with its knobs."""
     knobs = {k: v for k, v in cfg.items() if k not in TOKENIZER_SETTINGS}
-    return build_from_knobs(load_kind("data.corpora", cfg["kind"], function, "data"), knobs, "data")
+    with file_errors(f"data={cfg['kind']}"):
+        result = build_from_knobs(load_kind("data.corpora", cfg["kind"], function, "data"), knobs, "data")
+        return result if isinstance(result, dict) else list(result)  # reads the files
 
 
 def _build(folder: Path, cfg: dict, documents: list[tuple[str, str]]) -> None:
     train, held_out = split(documents, cfg["holdout"])
     if not train or not held_out:
-        raise UserError(
-            f"data: {len(documents)} documents with text: at least 2 are needed, as whole ones are held out"
-        )
+        n = len(documents)
+        raise UserError(f"data: {n} documents with text: at least 2 are needed, as whole ones are held out")
     encoding = tokenizer.build(cfg["tokenizer"], cfg["vocab_size"], (text for _, text in train))
     dtype = np.uint16 if encoding.n_vocab <= 2**16 else np.uint32
     n_tokens, end = 0, np.array([encoding.eot_token], dtype=dtype)
     with (folder / "train.bin").open("wb") as f:
         for start in range(0, len(train), DOCUMENTS_AT_ONCE):
-            for tokens in encoding.encode_ordinary_batch(
-                [text for _, text in train[start : start + DOCUMENTS_AT_ONCE]]
-            ):
+            texts = [text for _, text in train[start : start + DOCUMENTS_AT_ONCE]]
+            for tokens in encoding.encode_ordinary_batch(texts):
                 f.write(np.array(tokens, dtype=dtype).tobytes() + end.tobytes())
                 n_tokens += len(tokens) + 1
-    kept = [np.array(t, dtype=dtype) for t in encoding.encode_ordinary_batch([text for _, text in held_out])]
-    np.concatenate(kept).tofile(folder / "val.bin")
+    held_out_tokens = [np.array(t, dtype=dtype) for t in encoding.encode_ordinary_batch([text for _, text in held_out])]
+    np.concatenate(held_out_tokens).tofile(folder / "val.bin")
     tokenizer.save(encoding, folder)
     meta = {
         "dtype": np.dtype(dtype).name,
-        "held_out": [[name, len(tokens)] for (name, _), tokens in zip(held_out, kept, strict=True)],
+        "held_out": [[name, len(tokens)] for (name, _), tokens in zip(held_out, held_out_tokens, strict=True)],
         "sha256": {name: _sha256(folder / name) for name in FILES},
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
     print(
         f"data: {len(train)} training documents ({n_tokens:,} tokens), "
-        f"{len(held_out)} held out ({sum(map(len, kept)):,} tokens), vocabulary {encoding.n_vocab}",
+        f"{len(held_out)} held out ({sum(map(len, held_out_tokens)):,} tokens), vocabulary {encoding.n_vocab}",
         file=sys.stderr,
     )
 

@@ -1,4 +1,4 @@
-"""Tokenizers, all spoken to through tiktoken: our own byte-pair vocabulary, GPT-2's, or plain bytes."""
+"""Tokenizers, all used through tiktoken: a byte-pair vocabulary trained here, GPT-2's, or plain bytes."""
 
 import base64
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ END = "<|endoftext|>"
 def build(kind: str, vocab_size: int, texts: Iterable[str]) -> tiktoken.Encoding:
     """kind is bpe (trained here on texts, vocab_size entries with END), bytes (257) or gpt2 (50257, downloaded)."""
     if kind == "bpe":
-        trainer = rustbpe.Tokenizer()
+        trainer = rustbpe.Tokenizer()  # ty: ignore[missing-attribute] (rustbpe has no type stubs)
         trainer.train_from_iterator(iter(texts), vocab_size - 1)
         ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
         return _encoding(kind, ranks, trainer.get_pattern())
@@ -26,7 +26,7 @@ def build(kind: str, vocab_size: int, texts: Iterable[str]) -> tiktoken.Encoding
     except Exception as e:  # requests' errors, of many classes
         raise UserError(
             f"data.tokenizer=gpt2: its ranks could not be downloaded ({type(e).__name__}): "
-            "go online once (tiktoken caches them), or use data.tokenizer=bpe"
+            "connect to the network one time (tiktoken caches them), or use data.tokenizer=bpe"
         ) from None
 
 
@@ -35,7 +35,7 @@ def _encoding(name: str, ranks: dict[bytes, int], pattern: str) -> tiktoken.Enco
 
 
 def save(encoding: tiktoken.Encoding, folder: Path) -> None:
-    """ranks.tiktoken (tiktoken's own format: base64 token and rank a line) and pattern.txt."""
+    """ranks.tiktoken (tiktoken's format: base64 token and rank a line) and pattern.txt."""
     ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
     lines = (base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks)
     (folder / "ranks.tiktoken").write_bytes(b"".join(lines))

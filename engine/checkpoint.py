@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from conf.errors import OneRankError, UserError
+from conf.errors import OneRankError, UserError, file_errors
 from conf.schema import TrainConfig, from_dict
 
 FORMAT = 1
@@ -34,8 +34,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         temporary.replace(path)
     except (OSError, RuntimeError) as e:  # torch.save turns some OSErrors into RuntimeErrors
         reason = getattr(e, "strerror", None) or str(e).splitlines()[0]
-        kept = "; the previous one is unchanged" if path.exists() else ""
-        raise OneRankError(f"{path}: cannot be written ({reason}){kept}") from None
+        unchanged = "; the previous one is unchanged" if path.exists() else ""
+        raise OneRankError(f"{path}: cannot be written ({reason}){unchanged}") from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -43,7 +43,8 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 
 def start(run: Path, cfg: TrainConfig) -> None:
     """Create the run's folder with its settings in config.json; weights of an earlier run (fresh=true) are removed."""
-    (run / "ckpt.pt").unlink(missing_ok=True)
+    with file_errors(run):
+        (run / "ckpt.pt").unlink(missing_ok=True)
     shutil.rmtree(run / "shards", ignore_errors=True)
     write_atomically(run / "config.json", lambda f: f.write(json.dumps(asdict(cfg), indent=1).encode()))
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from conf.errors import OneRankError, UserError
 from engine.distributed import OneProcess, rank, world
+from model.gpt import GPT
 
 COLLECTIVE_TIMEOUT = timedelta(hours=3)  # rank 0 may be preparing a large corpus; a dead process is noticed earlier
 SIGNAL_GRACE = 15  # seconds in which the main thread must see a signal; torchrun itself waits for 30
@@ -34,7 +35,7 @@ ANOTHER_RANK_DIED = (
 class Losses(nn.Module):
     """model.losses as a forward pass, which is where DDP has its hooks. The parameter names do not change."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: GPT):
         super().__init__()
         self.model = model
 
@@ -54,7 +55,7 @@ class ManyProcesses(OneProcess):
     # ---- order and failures ----
 
     @contextmanager
-    def rank0_first(self) -> Iterator[None]:
+    def rank0_first(self) -> Generator[None]:
         error: list[str | None] = [None]
         if rank() > 0:
             dist.broadcast_object_list(error)  # waits for rank 0
@@ -65,13 +66,15 @@ class ManyProcesses(OneProcess):
         try:
             yield
         except UserError as e:
-            error = [str(e)]
+            dist.broadcast_object_list([str(e)])
             raise UserError(str(e)) from None  # of all ranks now, also if only rank 0 met it
-        finally:
-            dist.broadcast_object_list(error)
+        except Exception:
+            dist.broadcast_object_list(["rank 0 failed: see its traceback"])
+            raise
+        dist.broadcast_object_list([None])
 
     @contextmanager
-    def exit_if_a_rank_dies(self, stop: Any) -> Iterator[None]:
+    def exit_if_a_rank_dies(self, stop: Any) -> Generator[None]:
         """Most often the rank's collective breaks. Where it never returns, the main thread cannot see the SIGTERM by
         which torchrun ends the survivors, and a second thread ends the process."""
         read_end, write_end = os.pipe()
@@ -89,7 +92,7 @@ class ManyProcesses(OneProcess):
         threading.Thread(target=watch, daemon=True).start()
         try:
             yield
-        except RuntimeError as e:  # gloo has no exception class of its own
+        except RuntimeError as e:  # gloo raises a plain RuntimeError
             if not (isinstance(e, dist.DistError) or any(x in str(e) for x in ("gloo", "NCCL"))):
                 raise
             raise OneRankError(ANOTHER_RANK_DIED) from None
@@ -126,11 +129,11 @@ class ManyProcesses(OneProcess):
         return x / world()
 
     def full_tensor(self, x: Tensor) -> Tensor:
-        return x.full_tensor() if hasattr(x, "full_tensor") else x
+        return x.full_tensor() if hasattr(x, "full_tensor") else x  # ty: ignore[not-callable] (DTensor's)
 
     # ---- the model ----
 
-    def wrap_model(self, model: nn.Module, device: torch.device, shard: bool) -> Callable[..., Tensor]:
+    def wrap_model(self, model: GPT, device: torch.device, shard: bool) -> Callable[..., Tensor]:
         # Blocks are compiled separately, so there is no graph to be cut where DDP communicates
         torch._dynamo.config.optimize_ddp = False
         if not shard:
@@ -147,4 +150,4 @@ class ManyProcesses(OneProcess):
         return model.losses
 
     def no_sync(self, losses: Callable, more: bool) -> AbstractContextManager:
-        return losses.no_sync() if more and hasattr(losses, "no_sync") else nullcontext()
+        return losses.no_sync() if more and isinstance(losses, nn.parallel.DistributedDataParallel) else nullcontext()

@@ -15,7 +15,7 @@ def start(device: str, kernel: str) -> torch.device:
     chosen = pick_device(device)
     try:
         kernels.choose(kernel, chosen)
-    except ValueError as e:  # triton is not installed, or cannot run on this device
+    except kernels.KernelUnavailable as e:
         raise UserError(str(e)) from None
     distributed.join(chosen)
     return chosen
@@ -28,9 +28,7 @@ def pick_device(name: str) -> torch.device:
     if name == "cuda" and distributed.world() > 1:
         local, n = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if local >= n:
-            raise UserError(
-                f"device=cuda: process {local} finds {n} GPUs on this machine: --nproc_per_node={n} at most"
-            )
+            raise UserError(f"device=cuda: process {local} finds {n} GPUs on its machine: --nproc_per_node={n} at most")
         name = f"cuda:{local}"
         torch.cuda.set_device(local)
     try:

@@ -10,9 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from conf.errors import check
+from model.gpt import GPT
 
 
 def world() -> int:
@@ -32,7 +33,7 @@ def local_rows(batch_tokens: int, ctx: int) -> slice:
 
 
 class OneProcess:
-    """What training and evaluation ask of the other ranks, where there are none."""
+    """The calls of training and evaluation to the other ranks, for a job of one process."""
 
     def rank0_first(self) -> AbstractContextManager:
         """Rank 0 runs the body first, the others after it. A UserError of rank 0 is raised on every rank."""
@@ -82,7 +83,7 @@ class OneProcess:
         """The full tensor of a DTensor; other tensors unchanged."""
         return x
 
-    def wrap_model(self, model: nn.Module, device: torch.device, shard: bool) -> Callable[..., Tensor]:
+    def wrap_model(self, model: GPT, device: torch.device, shard: bool) -> Callable[..., Tensor]:
         """Move a model that was built on the CPU to its device or devices. Returns the model.losses to train with."""
         model.to(device)
         return model.losses

@@ -18,6 +18,7 @@ def inherit(cfg: TrainConfig) -> dict[str, Any]:
 
     Returns the parent's checkpoint. UserError if there is no such run, or if a setting that it fixes was given.
     """
+    assert cfg.init is not None and cfg.name is not None
     overrides = [o.lstrip("+~") for o in HydraConfig.get().overrides.task]
     for key in ("model", "pos", "data", "attention"):
         if fixed := [o for o in overrides if re.match(rf"{key}[.=]", o)]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from conf.errors import UserError
+from conf.errors import UserError, file_errors
 from conf.schema import TrainConfig, differences
 from engine import checkpoint, distributed
 
@@ -14,9 +14,11 @@ from engine import checkpoint, distributed
 def saved_state(cfg: TrainConfig, folder: Path, device: torch.device) -> dict[str, Any] | None:
     """The last checkpoint of this run; None without one, or with fresh=true. UserError if its settings differ."""
     state = None
-    if not cfg.fresh and (folder / "ckpt.pt").exists():
+    with file_errors(folder):
+        saved, sharded = (folder / "ckpt.pt").exists(), (folder / "shards").exists()
+    if saved and not cfg.fresh:
         state = checkpoint.load(folder, device)
-    elif not cfg.fresh and (folder / "shards").exists():
+    elif sharded and not cfg.fresh:
         from engine import shards
 
         state = shards.newest(folder)
@@ -47,6 +49,7 @@ def save(
         from engine import shards
 
         if not final:
-            return shards.save(folder, values, model, optimizer)
+            shards.save(folder, values, model, optimizer)
+            return
         state = shards.full_state(model, optimizer)
-    return distributed.ranks().on_rank0(lambda: checkpoint.save(folder, state | values))
+    distributed.ranks().on_rank0(lambda: checkpoint.save(folder, state | values))

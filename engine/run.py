@@ -59,14 +59,9 @@ class Run:
         context, digest = gpt.trained_context(cfg, model.pos), checkpoint.digest(folder)
         return cls(name, reason, folder, cfg, model, corpus, context, state["step"], digest, state["validation"])
 
-    @property
-    def pos_name(self) -> str:
-        """The encoding's name as the user typed it: pos=NAME."""
-        return yaml_name("pos", self.cfg.pos)
-
     def trained_scaling(self, n: int) -> ContextChange:
         """The scaling that the run was trained with, as it applies at length n."""
-        return gpt.trained_scaling(self.cfg, self.model.pos, n if self.scaling_follows_length else None)
+        return gpt.trained_scaling(self.cfg, self.context, n if self.scaling_follows_length else None)
 
     def change(self, scalings: Sequence[dict], n: int, ctx: int) -> ContextChange:
         """What evaluating at length n with these scalings changes, in addition to what the run was trained with.
@@ -77,7 +72,7 @@ class Run:
         return override(self.trained_scaling(n), requested)
 
     def describe(self) -> str:
-        """The first lines of a command that opens this run."""
+        """One or two lines about this run, for the start of a command."""
         progress = f", step {self.step}" if self.step else ""
         if self.step and self.step != self.cfg.steps:
             progress += f" of {self.cfg.steps}, unfinished"
@@ -95,7 +90,7 @@ def check_fits(cfg: TrainConfig, encoding: Encoding, ctx: int, scalings: Sequenc
     """NotApplicable if a run with these settings cannot be evaluated at ctx with these scalings."""
     if encoding.max_positions is not None and ctx > encoding.max_positions:
         limit = f"pos={yaml_name('pos', cfg.pos)} has {encoding.max_positions} positions"
-        raise NotApplicable(f"{limit} and cannot be evaluated at ctx={ctx}; train with pos.max_positions={ctx}")
+        raise NotApplicable(f"{limit} and cannot be evaluated at ctx={ctx} (train with pos.max_positions={ctx})")
     if scalings:
         resolve(scalings[0], gpt.trained_context(cfg, encoding), ctx, ctx, scalings[1:])
 

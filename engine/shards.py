@@ -58,7 +58,8 @@ def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = get_state_dict(model, optimizer, options=options)
+    weights, optimizer_state = get_state_dict(model, optimizer, options=options)
+    moments: dict[str, Any] = dict(optimizer_state)
     if not moments:
         return {}
     # get_state_dict names the parameters; a plain optimizer numbers them

@@ -1,7 +1,6 @@
 """Stopping cleanly on Ctrl-C and SIGTERM."""
 
 import signal
-from typing import Any
 
 from engine import distributed
 
@@ -16,12 +15,12 @@ class StopSignal:
         self.handlers = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _note(self, number: int, frame: object) -> None:
         self.number = number
         if distributed.world() == 1:  # torchrun forwards the Ctrl-C that its children have received already
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 

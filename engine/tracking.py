@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from engine import distributed
 
 
 @contextmanager
-def tracker(project: str, job_type: str, group: str, name: str, config: dict, step_metric: str) -> Iterator[Any]:
+def tracker(project: str, job_type: str, group: str, name: str, config: dict, step_metric: str) -> Generator[Any]:
     """A wandb run that needs no account and no network, never asks, and never ends the work that it logs.
 
     WANDB_MODE decides; without it, online if this machine is logged in, else offline. All `job_type/*` curves are
@@ -25,12 +25,11 @@ def tracker(project: str, job_type: str, group: str, name: str, config: dict, st
         with contextlib.suppress(Exception):
             mode = "online" if wandb.login(prompt=False, verify=False) else None
     modes = [mode or "offline", "offline", "disabled"] if distributed.rank() == 0 else ["disabled"]
-    run = None
-    for attempt in dict.fromkeys(modes):
+    for attempt in dict.fromkeys(modes):  # the last one, disabled, always starts
         try:
             settings = wandb.Settings(init_timeout=15, silent=True, console="off")
-            labels = {"job_type": job_type, "group": group, "name": name, "config": config}
-            run = wandb.init(project=project, mode=attempt, settings=settings, **labels)
+            labels: dict[str, Any] = {"job_type": job_type, "group": group, "name": name, "config": config}
+            run = wandb.init(project=project, mode=attempt, settings=settings, **labels)  # ty: ignore[invalid-argument-type] (wandb checks the mode)
             break
         except Exception as e:
             print(f"wandb: {attempt} did not start ({str(e).splitlines()[0]}); continuing without", file=sys.stderr)

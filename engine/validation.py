@@ -18,10 +18,10 @@ class Validation:
     """cfg.val_windows held-out windows of ctx tokens, evenly spread."""
 
     def __init__(self, corpus: HeldOut, cfg: TrainConfig, device: torch.device):
-        self.windows = validation_windows(corpus, cfg.ctx, cfg.val_windows)  # int64 [windows, ctx + 1]
-        targets = self.windows[:, 1:]
+        windows = validation_windows(corpus, cfg.ctx, cfg.val_windows)  # int64 [windows, ctx + 1]
+        targets = windows[:, 1:]
         self.tokens, self.bytes = targets.numel(), int(torch.from_numpy(corpus.token_bytes)[targets].sum())
-        self.passes = self.windows.split(max(1, cfg.micro_tokens // cfg.ctx))
+        self.passes = windows.split(max(1, cfg.micro_tokens // cfg.ctx))
         self.device, self.dtype = device, cfg.dtype
 
     @torch.no_grad()

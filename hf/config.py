@@ -32,7 +32,7 @@ class Config:
             raise UserError(f"run=hf:{folder}: no Hugging Face checkpoint: it has no config.json") from None
         except (OSError, ValueError):
             raise UserError(f"{self.path}: not a JSON object") from None
-        self.keys_read = set(HARMLESS)
+        self.keys_read: set[str] = set(HARMLESS)
 
     def get(self, *keys: str, default: Any = None) -> Any:
         """The value of the first of these keys that has one; several keys are names of the same setting."""

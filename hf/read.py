@@ -47,10 +47,11 @@ def open_hf(
     """
     folder = Path(path).expanduser()
     cfg, weights, vocab_size = read(folder, ctx, train_ctx)
+    assert cfg.name is not None
     corpus = read_corpus(folder, data or yaml_values("data", "sympy"), vocab_size)
     model = gpt.from_weights(cfg, vocab_size, weights).to(device).eval()
     check_fits(cfg, model.pos, ctx, scalings)
-    knobs = {k: v for k, v in cfg.scaling.items() if k != "kind" and not isinstance(v, list)}
+    knobs = {k: v for k, v in cfg.scaling.items() if k != "kind" and v is not None and not isinstance(v, list)}
     scaling = " ".join([cfg.scaling["kind"], *(f"{k}={v}" for k, v in knobs.items())])
     return Run(
         name=cfg.name,

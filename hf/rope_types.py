@@ -111,7 +111,7 @@ def read_rope(
         return value
 
     kind, names = ROPE_TYPES[rope_type]
-    knobs = {"kind": kind} | {RENAMED.get((kind, name), name): read(name) for name in names}
+    knobs: dict[str, Any] = {"kind": kind} | {RENAMED.get((kind, name), name): read(name) for name in names}
     if rope_type == "linear":
         longest = round(L * knobs["factor"])
     if rope_type == "longrope":
@@ -150,6 +150,7 @@ def rope_parameters(cfg: TrainConfig, change: ContextChange, L: int) -> dict:
 
     knobs = {**cfg.scaling, "factor": change.factor, "attention_factor": change.attention_factor}
     if kind in ("ntk", "dynamic_ntk", "dynamic_hf"):  # a run keeps the scaling of its trained length: another base
+        assert change.inv_freq is not None
         D = 2 * len(change.inv_freq)
         return {"rope_theta": pos["base"] * change.factor ** (D / (D - 2)), "rope_type": "default"}
     rope_type = WRITTEN_AS.get(kind)

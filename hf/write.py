@@ -16,6 +16,7 @@ from torch import Tensor
 
 from conf.errors import UserError, file_errors
 from conf.schema import ModelConfig, TrainConfig
+from data.corpus import Corpus
 from data.tokenizer import END
 from engine.run import Run
 from hf.families import ACTIVATIONS, FAMILIES, from_ours
@@ -31,6 +32,7 @@ def write_checkpoint(run: Run, out: Path) -> str:
     """
     if out.exists():
         raise UserError(f"out={out}: is there already: choose another or remove it")
+    assert isinstance(run.corpus, Corpus)  # our own runs have one
     cfg, encoding = run.cfg, run.corpus.encoding
     model_type = architecture(cfg.model)
     rope = rope_parameters(cfg, run.trained_scaling(cfg.ctx), run.context.train_ctx)

@@ -147,7 +147,7 @@ def launch(
 # ---- functional ops: no output aliases an input, so autograd and torch.compile may do as they like ----
 
 # Inductor sees through a triton_op. Under the interpreter there is nothing to see, and triton_op fails.
-if triton.knobs.runtime.interpret or not torch.cuda.is_available():
+if triton.knobs.runtime.interpret or not torch.cuda.is_available():  # ty: ignore[possibly-missing-submodule]
     _op, _wrap = torch_ops.custom_op, lambda kernel: kernel
 else:
     _op, _wrap = torch_ops.triton_op, torch_ops.wrap_triton
@@ -235,7 +235,7 @@ class _RotatePacked(torch.autograd.Function):
         return *_rotate(q, k, phase, positions, *options), v
 
     @staticmethod
-    def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple:
+    def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple:  # ty: ignore[incompatible-method-override]
         phase, positions = ctx.saved_tensors
         d = _rotate_into_packed(_unit_stride(dq), _unit_stride(dk), dv, -phase, positions, *ctx.options)
         return d, None, None, None, None, None, None, None

@@ -9,8 +9,9 @@ from measure.statistics import gain
 def print_comparison(curves: Sequence[Curve]) -> None:
     """Bits per byte of curves on the same targets, a line for each curve."""
     first = curves[0].first
-    scored = f"the {first.tokens // first.documents} scored tokens (task {first.task})"
-    print(f"bits/byte of {scored} of {first.documents} held-out documents, given n tokens")
+    print(
+        f"bits/byte of the tokens that task={first.task} scores in {first.documents} held-out documents, given n tokens"
+    )
     width = max(len(f"{c.run}  {c.label}") for c in curves) + 2
     ns = sorted({row.n for c in curves for row in c.rows})
     print(" " * width + f"{'L':>6}" + "".join(f"{n:>8}" for n in ns))
@@ -22,7 +23,7 @@ def print_comparison(curves: Sequence[Curve]) -> None:
 def print_gains(shown: Sequence[Curve], curves: Sequence[Curve]) -> None:
     """The gain of each shown curve over its run's window control past L, best first. curves: with the controls."""
     windows = window_rows(curves)
-    ns = sorted({row.n for c in shown for row in c.rows if row.n > shown[0].first.train_ctx})
+    ns = sorted({row.n for c in shown for row in c.rows if row.n > curves[0].first.train_ctx})
     lines = []
     for c in shown:
         window = windows.get(c.run, {})

@@ -74,13 +74,9 @@ class Curve:
         return {row.n: row for row in self.rows}
 
 
-def write_curve(path: Path, rows: Iterable[Row]) -> None:
-    write_jsonl(path, [asdict(row) for row in rows])
-
-
-def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
+def write_jsonl(path: Path, rows: Iterable[Row | dict]) -> None:
     """One JSON object a line, written to a temporary name and renamed."""
-    text = "".join(json.dumps(row) + "\n" for row in rows)
+    text = "".join(json.dumps(row if isinstance(row, dict) else asdict(row)) + "\n" for row in rows)
     write_atomically(path, lambda f: f.write(text.encode()))
 
 
@@ -91,7 +87,7 @@ def read_curve(path: Path) -> Curve:
         if not rows:
             raise ValueError("empty")
         return Curve(rows, path.stat().st_mtime)
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, KeyError):
         raise UserError(f"{path}: not a curve that eval.py wrote: delete it and evaluate again") from None
 
 
@@ -100,6 +96,7 @@ def _row(values: dict[str, Any]) -> Row:
     if "protocol" in values:
         values["task"] = values.pop("protocol")
         values.pop("score", None)
+        values.setdefault("extended_ctx", values["train_ctx"])
     row = Row(**values)
     if wrong := [k for k, hint in typing.get_type_hints(Row).items() if not has_type(getattr(row, k), hint)]:
         raise TypeError(f"wrong types of {wrong}")

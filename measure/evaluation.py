@@ -9,14 +9,13 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from conf.errors import check
 from conf.eval_schema import EvalConfig
@@ -27,7 +26,7 @@ from engine import distributed
 from engine.progress import progress_bar
 from engine.run import Run
 from engine.signals import StopSignal
-from measure.curves import FORMAT, Curve, Row, read_curve, write_curve
+from measure.curves import FORMAT, Curve, Row, read_curve, write_jsonl
 from measure.statistics import bootstrap
 from measure.tasks import Losses, Task
 from model.scaling import ContextChange
@@ -68,15 +67,16 @@ class Evaluation:
         self.ctx = cfg.longest_ctx
         L = run.context.train_ctx
         self.lengths = evaluated_lengths(cfg.ctx, task.shortest, (L // 2, L, run.context.longest_trained_ctx))
-        check(self.lengths[0] >= task.shortest, "ctx", cfg.ctx, f"at least {task.shortest} with task={task.label}")
+        check(self.lengths[0] >= task.minimum, "ctx", cfg.ctx, f"at least {task.minimum} with task={task.label}")
         # names of the documents; their tokens [documents, ctx + 1]
         self.documents, self.text = long_documents(run.corpus, self.ctx, cfg.documents, start=task.from_start)
         # Identifies the scored tokens: curves with the same key are comparable, across runs as well
         scored = task.targets(self.text, self.ctx).numpy()
+        self.target_bytes = int(run.corpus.token_bytes[scored].sum())
         self.targets = hashlib.sha256(f"{task.label} {self.documents}".encode() + scored.tobytes()).hexdigest()[:12]
         self.dtype_name = "bfloat16" if devices.uses_bfloat16(device, cfg.dtype) else "float32"
         self.repeated_length = min(L, self.ctx)  # of the repeated passage in copy_gain, both copies, tokens
-        self.stop, self.bar = StopSignal(), tqdm(total=0, disable=True)
+        self.stop, self.bar = StopSignal(), progress_bar(0, hidden=True)
 
     # ---- what identifies a curve ----
 
@@ -88,7 +88,7 @@ class Evaluation:
     # ---- while it runs ----
 
     @contextmanager
-    def running(self, curves: int, by_position: int) -> Iterator[None]:
+    def running(self, curves: int, by_position: int) -> Generator[None]:
         """Shows progress and stops cleanly. curves, by_position: how many of each will be computed."""
         documents = len(self.text)
         tokens = curves * sum(self.task.cost(self.text, n) for n in self.lengths)
@@ -107,7 +107,7 @@ class Evaluation:
             with devices.autocast(self.device, self.dtype):
                 nats = self.run.model.losses(tokens.to(self.device), targets.to(self.device), change=change)
             # Other ranks process about as many tokens as this one
-            self.bar.update(min(tokens.numel() * distributed.world(), self.bar.total - self.bar.n))
+            self.bar.update(min(tokens.numel() * distributed.world(), self.bar.total - self.bar.n))  # ty: ignore[unsupported-operator]
             if self.stop:
                 self.bar.close()
                 print(f"stopped; the curves that were finished are in {self.run.folder / 'eval'}")
@@ -117,7 +117,7 @@ class Evaluation:
         return losses
 
     def score(self, task: Task, n: int, change: ContextChange) -> Tensor:
-        """Nats of every token that the task scores at length n, [documents, scored], a few documents at a time."""
+        """Nats of every token that the task scores at length n, float64 [documents, scored], in passes."""
         passes = self.text.split(max(1, TOKENS_PER_PASS // n))
         # Ranks take turns by passes of the same size, so every number equals that of one process
         local = passes[distributed.rank() :: distributed.world()]
@@ -130,7 +130,7 @@ class Evaluation:
         if file.exists() and not fresh:
             return read_curve(file)
         rows = [self.row(method, n) for n in self.lengths]
-        distributed.ranks().on_rank0(lambda: write_curve(file, rows))
+        distributed.ranks().on_rank0(lambda: write_jsonl(file, rows))
         return Curve(rows, time.time())
 
     def row(self, method: Method, n: int) -> Row:
@@ -144,7 +144,7 @@ class Evaluation:
         loss = per_document.sum() / n_tokens
         low, high = bootstrap(per_document, n_tokens)
         return Row(
-            run=run.name, pos=run.pos_name, train_ctx=context.train_ctx, extended_ctx=context.longest_trained_ctx,
+            run=run.name, pos=run.context.pos, train_ctx=context.train_ctx, extended_ctx=context.longest_trained_ctx,
             step=run.step, seed=run.cfg.seed, label=method.label, scaling=method.scalings, n=n, factor=change.factor,
             window=change.window, attention_factor=change.attention_factor, loss=float(loss), low=low, high=high,
             ppl=math.exp(min(loss, 700)), bits_per_byte=float(loss * n_tokens / math.log(2) / n_bytes), tokens=n_tokens,

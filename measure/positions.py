@@ -43,7 +43,7 @@ def write_positions(evaluation: Evaluation, methods: Sequence[Method], rows_of: 
 
 
 def print_positions(rows_of: dict[str, list[dict]], L: int) -> None:
-    """rows_of: label -> the rows of evaluation.position_rows."""
+    """rows_of: label -> the rows of `position_rows`."""
     print(
         "\nloss by position, nats/token: each bucket scores different tokens, so hard and easy places in the documents "
         "show here, too;\nonly the difference between columns of one line is due to the method"

@@ -1,6 +1,6 @@
 """Causal attention: the layer with its projections, and four ways to attend, chosen by `attend`.
 
-Letters as in model/gpt.py: B batch, T all tokens so far, S the last of them that ask (all, unless decoding), H query
+Letters as in model/gpt.py: B batch, T all tokens so far, S the last of them, the queries, H query
 heads, G key-value heads, D head width. Indices count places in the sequence; `positions` is what the encoding sees.
 """
 
@@ -24,7 +24,7 @@ QUERY_BLOCK = 512  # queries at a time where a mask is needed, so that it never 
 
 @dataclass
 class Heads:
-    """Rotated heads, each [B, H, ., D]: q for the S tokens that ask, k and v for all T."""
+    """Rotated heads, each [B, H, ., D]: q for the last S tokens, k and v for all T."""
 
     q: Tensor
     k: Tensor
@@ -96,7 +96,7 @@ class Attention(nn.Module):
             q = q * sharpness.to(q.dtype)
             q_far = None if q_far is None else q_far * sharpness.to(q.dtype)
         heads = Heads(self.by_head(q)[:, :, -S:], self.by_head(k), self.by_head(v))
-        if q_far is not None:
+        if q_far is not None and k_far is not None:
             heads.q_far, heads.k_far = self.by_head(q_far)[:, :, -S:], self.by_head(k_far)
         return heads
 
@@ -163,11 +163,13 @@ def attend_written_out(
     return scores.softmax(-1) @ heads.v
 
 
-@torch.compiler.disable  # for the same reason: T5's bias at ctx=1024 trained to NaN
 def attend_blockwise(
     heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, window: int | None
 ) -> Tensor:
-    """Attention with a mask (window, bias, or fewer queries than keys), a block of queries at a time."""
+    """Attention with a mask (window, bias, or fewer queries than keys), a block of queries at a time.
+
+    Never compiled (engine/compile.py), for the reason that attend_written_out gives.
+    """
     outputs = []
     for block in query_blocks(heads, pos, positions, change, window):
         q = heads.q[:, :, block.rows]  # [B, H, queries, D]

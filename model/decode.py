@@ -1,6 +1,7 @@
 """Decoding token by token: the cache of what the attention layers keep, and the logits after a growing text."""
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,12 @@ class Cache:
         return self.layers[layer]
 
 
+class LastLogits(Protocol):
+    """The part of model.gpt.GPT that decoding calls; gpt.py imports this file, so the class itself is not imported."""
+
+    def last_logits(self, tokens: Tensor, last: int, change: ContextChange, cache: Cache | None) -> Tensor: ...
+
+
 class Decoder:
     """The logits after a text that grows; each token is processed only one time where that is exact.
 
@@ -43,7 +50,7 @@ class Decoder:
     transformers#25104.)
     """
 
-    def __init__(self, model: nn.Module, change_at: Callable[[int], ContextChange], decode: str = "exact"):
+    def __init__(self, model: LastLogits, change_at: Callable[[int], ContextChange], decode: str = "exact"):
         """change_at: the context change at a length."""
         self.model, self.change_at, self.decode = model, change_at, decode
         self.cache, self.change = Cache(), None

@@ -137,9 +137,8 @@ class GPT(nn.Module):
         x = self.hidden(tokens, positions, change)[:, -S:].flatten(0, 1)
         rows = max(1, LOSS_BLOCK // self.head.out_features)
         blocks = zip(x.split(rows), targets.flatten().split(rows), strict=True)
-        if (
-            torch.is_grad_enabled() and len(x) > rows
-        ):  # recompute the logits in the backward pass instead of keeping them
+        # In training, recompute the logits in the backward pass instead of keeping them
+        if torch.is_grad_enabled() and len(x) > rows:
             losses = [checkpoint(self._block_losses, *block, use_reentrant=False) for block in blocks]
         else:
             losses = [self._block_losses(*block) for block in blocks]
@@ -189,9 +188,9 @@ def trained_context(cfg: TrainConfig, encoding: Encoding) -> TrainedContext:
     return TrainedContext(name, L, encoding.inv_freq, cfg.attention, extended_ctx=extended)
 
 
-def trained_scaling(cfg: TrainConfig, encoding: Encoding, n: int | None = None) -> ContextChange:
+def trained_scaling(cfg: TrainConfig, context: TrainedContext, n: int | None = None) -> ContextChange:
     """The scaling that a run is trained with. None: that of its ctx, which it keeps at every length.
 
     n: that of this length instead, as in Hugging Face's models, where a scaling can depend on the length."""
     plus = [yaml_values("scaling", name) for name in cfg.plus or []]
-    return resolve(cfg.scaling, trained_context(cfg, encoding), n or cfg.ctx, n or cfg.ctx, plus)
+    return resolve(cfg.scaling, context, n or cfg.ctx, n or cfg.ctx, plus)

@@ -23,6 +23,7 @@ def attend_clipped(heads: Heads, pos: Encoding, positions: Tensor, change: Conte
 
     A key that is both stands in both groups, and the mask hides it from the queries to which the group does not apply.
     """
+    assert change.clip is not None and heads.q_far is not None and heads.k_far is not None
     D, clip, outputs = heads.q.shape[-1], change.clip, []
     for block in query_blocks(heads, pos, positions, change, window):
         k, v, k_far = (block.visible(x) for x in (heads.k, heads.v, heads.k_far))  # [B, H, keys, D]

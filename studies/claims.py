@@ -47,10 +47,11 @@ def measure(rows: Rows, check: Check) -> tuple[Interval | None, int]:
 
 def verdict(measured: list[tuple[Check, Interval | None]]) -> str:
     """A claim holds if all intervals are on its side of their margins, and fails if one is on the other side."""
-    if any(result is None for _, result in measured):
+    intervals = [(check, result) for check, result in measured if result is not None]
+    if len(intervals) < len(measured):
         return MISSING
-    right = [high < check.margin if check.less else low > check.margin for check, (_, low, high) in measured]
-    wrong = [low > check.margin if check.less else high < check.margin for check, (_, low, high) in measured]
+    right = [high < check.margin if check.less else low > check.margin for check, (_, low, high) in intervals]
+    wrong = [low > check.margin if check.less else high < check.margin for check, (_, low, high) in intervals]
     if all(right):
         return HOLDS
     return FAILS if any(wrong) else UNSEEN

@@ -81,7 +81,7 @@ def describe_bands(rows: Rows) -> str:
 # ---- parts of the figures ----
 
 
-def draw_line(ax: Any, points: dict[float, np.ndarray], color: str, style: Any = "-") -> float:
+def draw_line(ax: Any, points: dict[int, np.ndarray] | dict[float, np.ndarray], color: str, style: Any = "-") -> float:
     """Draw the mean over seeds and a band over their range. points: x -> losses [seeds]. Returns the last mean."""
     x = list(points)
     means = [np.exp(losses.mean()) for losses in points.values()]

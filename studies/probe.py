@@ -61,7 +61,10 @@ class Cell:
 
 def probe_of(run: Run) -> Probe:
     """The probe that suits the run's corpus."""
-    return notes_probe(run.corpus, run.cfg.data) if run.cfg.data["kind"] == "recall" else copy_probe(run.corpus)
+    if run.cfg.data["kind"] != "recall":
+        return copy_probe(run.corpus)
+    assert isinstance(run.corpus, Corpus)  # our own runs have one
+    return notes_probe(run.corpus, run.cfg.data)
 
 
 def notes_probe(corpus: Corpus, data: dict) -> Probe:
@@ -174,7 +177,7 @@ def probe_run(cfg: EvalConfig) -> None:
         for cell in cells
     ]
     write_jsonl(folder / f"{name}.jsonl", rows)
-    title = f"{run.name}: {probe.description}, pos={run.pos_name}"
+    title = f"{run.name}: {probe.description}, pos={run.context.pos}"
     draw(results, trained_ctx, probe.chance, title, folder / f"{name}.png")
     print(f"rows and picture: {folder}/")
 

@@ -1,5 +1,6 @@
 """Fixtures and the environment of all tests. Helpers to import are in tests/helpers.py."""
 
+import fcntl
 import os
 import sys
 from pathlib import Path
@@ -13,14 +14,26 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 
+from conf.compose import train_settings
+from data import corpus as corpora
+
 if not torch.cuda.is_available():  # the kernel is then tested in Triton's interpreter; read when triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> str:
-    """One corpus cache for all tests."""
-    return str(tmp_path_factory.mktemp("cache"))
+def cache(request, tmp_path_factory) -> str:
+    """One corpus cache for all tests of all workers, with the corpus of exp=smoke in it.
+
+    The first worker prepares that corpus; the lock makes the others wait instead of doing the same work.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):  # a worker of pytest-xdist: its folder lies in that of all workers
+        folder = folder.parent
+    with (folder / "cache.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        corpora.prepare(train_settings("exp=smoke").data, str(folder / "cache"))
+    return str(folder / "cache")
 
 
 @pytest.fixture

@@ -224,6 +224,7 @@ def test_circles_are_found():
 
 
 @pytest.mark.parametrize("command", ["train", "sample"])
+@pytest.mark.process
 def test_a_command_loads_only_what_it_needs(command):
     unwanted = [
         "matplotlib",

@@ -1,10 +1,13 @@
 """What a user can get wrong: one line that names the setting, the value and what would be right; exit code 1."""
 
+import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -149,6 +152,7 @@ def test_eval_of_a_run_says_what_is_wrong(argv, right, one_run, monkeypatch):
     assert re.search(right, error_of(run_eval_command, argv, monkeypatch))
 
 
+@pytest.mark.process
 def test_eval_exp_picks_the_runs_of_an_experiment(here):
     done = command("eval.py", "exp=smoke", cwd=here)
     assert done.returncode == 1 and done.stderr == (
@@ -156,6 +160,7 @@ def test_eval_exp_picks_the_runs_of_an_experiment(here):
     )
 
 
+@pytest.mark.process
 def test_triton_where_it_cannot_run_is_one_line(here):
     done = command("train.py", *SMOKE, "kernel=triton", "device=cpu", cwd=here, TRITON_INTERPRET="0")
     assert "kernel=triton: device=cpu is not a CUDA device" in one_line_error(done)
@@ -194,6 +199,7 @@ def test_a_user_error_is_one_line_and_any_other_error_keeps_its_traceback(name, 
     assert not isinstance(bug.value, UserError) and any(entry.name == "fail" for entry in bug.traceback)
 
 
+@pytest.mark.process
 def test_a_bug_shows_its_traceback_to_the_user(here):
     """In a process: Hydra's own report of errors, which hides all frames of ours, is out of the way."""
     code = "import train; from conf.hydra_patches import run_main; train.check_settings = None; run_main(train.main)"
@@ -211,49 +217,101 @@ def test_HYDRA_FULL_ERROR_shows_the_traceback_of_a_user_error(here, monkeypatch)
         run_train_command()
 
 
-def test_gpt2_tokenizer_without_network_is_one_line(here):
+def test_gpt2_tokenizer_without_network_is_one_line(here, monkeypatch, capfd):
     """For real: a proxy that refuses stands for a machine with no network."""
     nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "TIKTOKEN_CACHE_DIR": "tik"}
-    done = command("train.py", *SMOKE, "data.tokenizer=gpt2", cwd=here, **nowhere)
-    assert "data.tokenizer=gpt2: its ranks could not be downloaded" in one_line_error(done)
-    assert len(done.stderr.strip().splitlines()) == 1
+    for name, value in nowhere.items():
+        monkeypatch.setenv(name, value)
+    error = error_of(run_train_command, [*SMOKE, "data.tokenizer=gpt2"], monkeypatch)
+    assert re.search(r"data\.tokenizer=gpt2: its ranks could not be downloaded \(\w*Error\)", error)
+    assert capfd.readouterr().err == ""  # nothing but the line that sys.exit then prints
     assert not list(here.glob(".cache/sympy-gpt2*"))
 
 
-# ---- the README's commands, at smoke size, as processes ----
+# ---- README.md and docs/*.md ----
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN_HERE = ("train.py", "eval.py", "compare.py", "sample.py", "export.py")
+RUN_HERE += ("-m studies.probe", "-m studies.spectrum", "-m studies.decay")  # the other studies have tests of their own
 
 
 def readme_commands() -> list[str]:
-    text = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"```sh\n(.*?)```", text, flags=re.S)
-    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
-    ours = ("python train.py", "python eval.py", "python compare.py", "python -m studies.")
-    return [line for line in lines if line.startswith(ours)]
+    """The commands in the ```sh blocks of README.md and docs/*.md, in the order of the pages, each of them once."""
+    blocks = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.S)]
+    lines = [" ".join(line.split("#")[0].split()) for block in blocks for line in block.splitlines()]
+    starts = tuple(f"python {command}" for command in RUN_HERE)
+    return list(dict.fromkeys(line for line in lines if line.startswith(starts)))
 
 
-def test_the_readmes_commands_run_in_order_at_smoke_size(here):
+def at_smoke_size(line: str) -> tuple[str, list[str]]:
+    """(script, arguments) of a command, with a model, a corpus and lengths of seconds."""
+    script, *args = shlex.split(re.sub("^python (-m )?", lambda m: "-m=" if m[1] else "", line))
+    args = [re.sub(r"^ctx=\d+", "ctx=128", a) for a in args]
+    if script == "train.py" and "-m" in args:  # each job names its run
+        args = [re.sub(r"^seed=0,.*", "seed=0", a) for a in args] + ["exp=smoke", "steps=3"]
+    elif script == "train.py":
+        name = next(a.partition("=")[2] for a in [*(a for a in args if a.startswith("name=")), *args])
+        args = [a for a in args if not a.startswith("steps=")] + ["exp=smoke", "steps=3", f"name={name}"]
+    if script == "eval.py":
+        args = [re.sub(r"-(seed\d)", r"-smoke-\1-steps3", a) for a in args] + ["documents=3"]
+    if script == "sample.py":
+        args = [re.sub(r"^tokens=.*", "tokens=4", a) for a in args]
+    if script in ("-m=studies.spectrum", "-m=studies.decay"):
+        args += ["--out", script.rpartition(".")[2]]
+    return script, args
+
+
+def run_in_this_process(script: str, args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python SCRIPT ARGS` without a new process, which would import torch again. SystemExit if the command fails."""
+    GlobalHydra.instance().clear()
+    monkeypatch.setattr(sys, "argv", [script, *args])
+    module = importlib.import_module(script.removeprefix("-m=").removesuffix(".py"))
+    mains: dict[str, Callable[[], None]] = {
+        "train.py": run_train_command,
+        "eval.py": run_eval_command,
+        "sample.py": lambda: run_main(sample.main, exp_selects_runs, sample.quote_prompt),
+        "-m=studies.probe": lambda: run_main(module.main, exp_selects_runs),
+    }
+    mains.get(script, module.main)()
+
+
+def test_the_readmes_commands_run_in_order_at_smoke_size(here, monkeypatch):
     found = readme_commands()
     assert "python train.py pos=rope" in found and "python eval.py ctx=8192 scaling=ntk" in found
-    (here / "docs").mkdir()
-    for i, path in enumerate(sorted((ROOT / "model").rglob("*.py"))):
-        (here / "docs" / f"{i}.txt").write_text(path.read_text())
     for line in found:
-        script, *args = [a.strip("'") for a in re.sub("^python (-m )?", lambda m: "-m=" if m[1] else "", line).split()]
-        args = [re.sub(r"^ctx=\d+", "ctx=128", a) for a in args]
-        if script == "train.py" and "-m" in args:  # each job names its run
-            args = [re.sub(r"^seed=0,.*", "seed=0", a) for a in args] + ["exp=smoke", "steps=3"]
-        elif script == "train.py":
-            name = next(a.partition("=")[2] for a in [*(a for a in args if a.startswith("name=")), *args])
-            args = [a for a in args if not a.startswith("steps=")] + ["exp=smoke", "steps=3", f"name={name}"]
-        if script == "eval.py":
-            args = [re.sub(r"-(seed\d)", r"-smoke-\1-steps3", a) for a in args] + ["documents=3"]
-        if script in ("-m=studies.spectrum", "-m=studies.decay"):
-            args += ["--out", script.rpartition(".")[2]]
-        done = command(script, *args, cwd=here)
-        assert done.returncode == 0, (line, done.stderr)
+        script, args = at_smoke_size(line)
+        try:
+            run_in_this_process(script, args, monkeypatch)
+        except SystemExit as end:
+            assert not end.code, f"{line}: {end.code}"
+    assert len(list(here.glob("runs/*/ckpt.pt"))) >= 7 and (here / "rope-hf/model.safetensors").exists()
     assert not list(here.glob("outputs")) and not list(here.glob("multirun*"))
 
 
+def test_the_readme_stays_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 160 and len(text.split()) <= 1700
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_relative_link_resolves(page):
+    """A file or folder that exists; an anchor that is a heading of its page."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), f"{page.name}: {target}"
+        headings = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.M) if anchor else []
+        anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert not anchor or anchor in anchors, f"{page.name}: {target}"
+
+
+# ---- sweeps ----
+
+
+@pytest.mark.process
 def test_multirun_trains_and_evaluates_each(here):
     done = command("train.py", "-m", "exp=smoke", "steps=2", "pos=rope,none", cwd=here)
     assert done.returncode == 0, done.stderr

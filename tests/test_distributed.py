@@ -84,6 +84,7 @@ def reference(alone: Path) -> dict:
     return checkpoint.load(alone / "runs" / "alone")
 
 
+@pytest.mark.distributed
 def test_two_processes_train_as_one_does(here, alone):
     """Also with accumulation: 4 rows each, 2 at a time, where one process has all 8 at once."""
     out = succeed(torchrun(2, "train.py", *SETTINGS, "name=two", "micro_tokens=128", WANDB_MODE="offline"))
@@ -97,6 +98,7 @@ def test_two_processes_train_as_one_does(here, alone):
     assert out.count("trained runs/two") == 1 and "on cpu, 2 processes" in out
 
 
+@pytest.mark.distributed
 def test_a_run_resumes_with_another_number_of_processes(here, alone):
     """2 processes until SIGTERM, at which all of them stop after the same step; one process does the rest."""
     process = torchrun(2, "train.py", *SETTINGS, "name=x")
@@ -110,6 +112,7 @@ def test_a_run_resumes_with_another_number_of_processes(here, alone):
     assert largest_difference(checkpoint.load(Path("runs/x")), reference(alone)) < 1e-5
 
 
+@pytest.mark.distributed
 def test_a_killed_process_ends_the_job_with_a_clear_line_and_nothing_is_lost(here, alone):
     process = torchrun(2, "train.py", *SETTINGS, "name=x")
     wait_for(process, "runs/x/ckpt.pt")
@@ -125,14 +128,15 @@ def test_a_killed_process_ends_the_job_with_a_clear_line_and_nothing_is_lost(her
     assert largest_difference(checkpoint.load(Path("runs/x")), reference(alone)) < 1e-5
 
 
+@pytest.mark.process
 def test_a_survivor_whose_collective_never_returns_is_ended(here):
     """A mutex locked twice hangs as a collective does: in C, where no signal handler of Python's can run."""
     code = """
 import ctypes
-from engine import torchrun
+from engine import ddp_fsdp
 from engine.signals import StopSignal
-torchrun.SIGNAL_GRACE = 0.5
-ranks = object.__new__(torchrun.ManyProcesses)  # joins no process group
+ddp_fsdp.SIGNAL_GRACE = 0.5
+ranks = object.__new__(ddp_fsdp.ManyProcesses)  # joins no process group
 with StopSignal() as stop, ranks.exit_if_a_rank_dies(stop):
     print("hanging", flush=True)
     mutex, c = ctypes.create_string_buffer(64), ctypes.CDLL(None)
@@ -146,6 +150,7 @@ with StopSignal() as stop, ranks.exit_if_a_rank_dies(stop):
     assert finish(process) == (1, "", f"error: {ANOTHER_RANK_DIED}\n")
 
 
+@pytest.mark.distributed
 def test_an_evaluation_is_the_same_to_the_bit(here, alone):
     """9 documents, which 2 processes cannot halve, and at the longer lengths several passes, so that both have some."""
     settings = ("run=alone", "ctx=2048", "documents=9", "scaling=yarn", "by_position=true", "task=sliding")
@@ -158,6 +163,7 @@ def test_an_evaluation_is_the_same_to_the_bit(here, alone):
     assert len(read[1]) > 20 and read[1] == read[2]
 
 
+@pytest.mark.distributed
 def test_a_sharded_run_is_the_same_run_and_ends_in_one_portable_file(here, alone):
     """Stopped and resumed; in between there are shards only."""
     process = torchrun(2, "train.py", *SETTINGS, "name=x", "shard=true")
@@ -179,6 +185,7 @@ def test_a_sharded_run_is_the_same_run_and_ends_in_one_portable_file(here, alone
     assert state["validation"]["loss"] == pytest.approx(reference(alone)["validation"]["loss"], abs=1e-5)
 
 
+@pytest.mark.distributed
 def test_a_batch_that_cannot_be_split_is_one_line_and_nothing_is_written(here):
     code, _, err = finish(torchrun(3, "train.py", *SETTINGS, "name=x"))
     ours = [line for line in err.splitlines() if line.startswith("error")]
@@ -186,9 +193,11 @@ def test_a_batch_that_cannot_be_split_is_one_line_and_nothing_is_written(here):
     assert not Path("runs").exists() and 'train.py", line' not in err  # the traceback that follows is torchrun's
 
 
+@pytest.mark.distributed
 def test_the_readmes_slurm_script_saves_and_queues_again(here):
     """With stand-ins for SLURM's commands: srun runs its arguments, scontrol records its own."""
-    script = re.search(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "README.md").read_text(), flags=re.S)[1]
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+    [script] = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", pages, flags=re.S)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

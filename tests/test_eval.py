@@ -245,13 +245,13 @@ def test_inside_the_trained_context_all_three_curves_are_one(runs):
 
 def test_curves_are_reused_and_measured_again_when_asked(runs, capsys, monkeypatch):
     run_eval("run=rope", "ctx=128", "scaling=ntk")
-    measured, write_curve = [], evaluation.write_curve
+    measured, write_jsonl = [], evaluation.write_jsonl
 
     def noted(file, rows):
         measured.append(rows[0].label)
-        write_curve(file, rows)
+        write_jsonl(file, rows)
 
-    monkeypatch.setattr(evaluation, "write_curve", noted)
+    monkeypatch.setattr(evaluation, "write_jsonl", noted)
     capsys.readouterr()
     run_eval("run=rope", "ctx=128", "scaling=ntk")
     assert measured == [] and "gain over window" in capsys.readouterr().out
@@ -361,7 +361,7 @@ def test_a_row_of_an_earlier_version():
 
 def test_a_written_curve_is_read_back(tmp_path):
     rows = read_curve(OLD_CURVE).rows
-    curves.write_curve(tmp_path / "new" / "curve.jsonl", rows)
+    curves.write_jsonl(tmp_path / "new" / "curve.jsonl", rows)
     back = read_curve(tmp_path / "new" / "curve.jsonl")
     assert back.rows == rows and back.by_length() == {128: rows[0], 256: rows[1]}
     assert "protocol" not in (tmp_path / "new" / "curve.jsonl").read_text()
@@ -413,7 +413,7 @@ def test_run_open_equals_its_parts(runs):
     assert run.cfg == state["cfg"] and run.step == state["step"] == 60
     assert run.digest == checkpoint.digest(Path("runs/rope")) and run.validation == state["validation"]
     assert run.corpus.key == corpora.prepare(run.cfg.data, ".cache").key == state["corpus"]
-    assert not run.model.training and run.pos_name == "rope"
+    assert not run.model.training and run.context.pos == "rope"
     weights = run.model.state_dict()
     assert weights.keys() == state["model"].keys()
     assert all(torch.equal(weights[name], state["model"][name]) for name in weights)

@@ -114,7 +114,7 @@ def our_logits(folder: Path, train_ctx: int | None = None) -> Callable[[torch.Te
 
     def logits(tokens):
         with torch.inference_mode():
-            return model(tokens, change=gpt.trained_scaling(cfg, model.pos, tokens.shape[1]))
+            return model(tokens, change=gpt.trained_scaling(cfg, gpt.trained_context(cfg, model.pos), tokens.shape[1]))
 
     return logits
 
@@ -543,7 +543,7 @@ def test_exported_logits_equal_transformers(case, here, monkeypatch):
         "runs",
         "there",
     ]
-    change = gpt.trained_scaling(cfg, model.pos)
+    change = gpt.trained_scaling(cfg, gpt.trained_context(cfg, model.pos))
     x = torch.randint(corpus.vocab_size, (2, 256), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         a, b = model(x, change=change), expected(x).logits
@@ -553,7 +553,9 @@ def test_exported_logits_equal_transformers(case, here, monkeypatch):
     assert vocab_size == corpus.vocab_size and back.ctx == cfg.ctx
     again = gpt.from_weights(back, vocab_size, weights).eval()
     with torch.inference_mode():
-        assert (again(x, change=gpt.trained_scaling(back, again.pos, 256)) - a).abs().max() <= 1e-4 * b.abs().max()
+        assert (
+            again(x, change=gpt.trained_scaling(back, gpt.trained_context(back, again.pos), 256)) - a
+        ).abs().max() <= 1e-4 * b.abs().max()
 
 
 def test_a_run_exported_and_read_back_has_the_same_curves(here, monkeypatch):

@@ -126,6 +126,7 @@ def run(folder: Path, script: str, *args: str) -> str:
     return done.stdout
 
 
+@pytest.mark.process
 def test_toys_train_and_are_evaluated(toys):
     run(toys, "train.py", "exp=smoke", "steps=2", "pos=toy", "data=toy_corpus", "name=toy")
     settings = ("run=toy", "ctx=[64,128]", "documents=3", "scaling=toy_half", "task=toy_task")
@@ -140,6 +141,7 @@ def test_toys_train_and_are_evaluated(toys):
     assert {f.name.split("-")[0] for f in (toys / "runs/toy/eval").glob("*.jsonl")} == {"none", "window", "toy_half"}
 
 
+@pytest.mark.process
 def test_the_tests_of_every_entry_need_no_edit_for_the_toys(toys):
     """The default tests iterate over the yaml files: those of the toys pass in the copy."""
     files = [f"tests/test_{name}.py" for name in ("pos", "attention", "scaling", "sample", "eval", "data", "registry")]

@@ -93,19 +93,6 @@ def test_split_and_interleaved_are_a_permutation_of_each_other():
     assert (torch.einsum("bqhd,bkhd->bhqk", *(w.double() for w in wrong)) - scores[0]).abs().max() > 0.1
 
 
-def test_rotation_equals_transformers():
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 50, 4, 32), torch.randn(2, 50, 4, 32)
-    encoding = encoding_of("rope", "model.n_heads=2")
-    ours = encoding.rotate(q, k, encoding.prepare(torch.arange(50), NO_CHANGE))
-    freqs = torch.outer(torch.arange(50.0), encoding.inv_freq.float())
-    emb = torch.cat((freqs, freqs), dim=-1)[None]
-    theirs = llama.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), emb.cos(), emb.sin())
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a - b.transpose(1, 2)).abs().max() < 2e-5  # theirs: float32 angles
-
-
 def test_frequencies_stay_out_of_casts_and_state_dicts():
     with torch.device("meta"):
         encoding = encoding_of("rope")

@@ -11,15 +11,14 @@ import torch
 from torch import library as torch_ops
 
 import kernels
-from conf.compose import train_settings
 from kernels import choice, cos_sin, phase, rope_torch
 from kernels.rope import rope, rope_packed
 from model import gpt
 from model.pos.rope import KernelInputs, Rope, Tables
 from model.scaling import ContextChange
-from tests.helpers import ROOT, SMALL, command, random_tokens
+from tests.helpers import ROOT, SMALL, command, import_or_skip, random_tokens, skip_unless_ci, train_settings
 
-rope_triton = pytest.importorskip("kernels.rope_triton", reason="triton is not installed", exc_type=ImportError)
+rope_triton = import_or_skip("kernels.rope_triton")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Triton's interpreter truncates where it stores bfloat16, so there an error of a whole unit in the last place is right.
@@ -29,7 +28,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 @pytest.fixture(autouse=True)
 def use_triton(monkeypatch, request):
     if torch.cuda.is_available() and request.node.get_closest_marker("gpu") is None:
-        pytest.skip("for Triton's interpreter, which is switched off where there is a GPU")
+        skip_unless_ci("for Triton's interpreter, which is switched off where there is a GPU")
     monkeypatch.setattr(choice, "kernel", "triton")
 
 
@@ -69,8 +68,10 @@ def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("D, R", [(64, 64), (128, 128), (96, 96), (64, 32), (256, 256), (40, 24)])
 def test_forward_against_float64(D, R, interleaved, dtype, device):
     f = frequencies(R // 2)
-    for (H, G), T in (((4, 4), 1), ((6, 2), 17), ((3, 1), 33)):
-        q, k = data(T=T, H=H, G=G, D=D, dtype=dtype, device=device)
+    # One token; a full block of tokens and a partial one, of two rows; two full blocks. Heads are no multiple of a tile's
+    block = rope_triton.tile(R // 2, dtype.itemsize)["BLOCK_T"]
+    for (H, G), B, T in (((4, 4), 1, 1), ((6, 2), 2, block + 1), ((3, 1), 1, 2 * block)):
+        q, k = data(B=B, T=T, H=H, G=G, D=D, dtype=dtype, device=device)
         for x, y in zip((q, k), rope(q, k, phase(f).to(device), interleaved=interleaved), strict=True):
             assert y.dtype == dtype and y.shape == x.shape
             want = exact(x, f, torch.arange(T), interleaved)
@@ -251,7 +252,7 @@ def test_interleaved_is_split_after_a_permutation_to_the_bit(dtype, device):
 
 def test_equals_transformers_with_every_frozen_frequency():
     """apply_rotary_pos_emb with the inv_freq that transformers computed for each type (tests/goldens.json)."""
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    llama = import_or_skip("transformers.models.llama.modeling_llama")
     seen = set()
     for row in json.loads((ROOT / "tests" / "goldens.json").read_text()):
         case = row["case"]
@@ -428,6 +429,7 @@ def test_without_triton_plain_torch_runs(monkeypatch):
         assert not kernels.uses_triton(torch.device(device))
 
 
+@pytest.mark.process
 def test_a_cpu_process_does_not_import_the_kernel():
     program = (
         "import sys, torch, kernels; from kernels.rope import rope_packed\n"
@@ -443,6 +445,7 @@ def test_a_cpu_process_does_not_import_the_kernel():
 # ---- machine code for a Hopper GPU, compiled without one ----
 
 
+@pytest.mark.process
 def test_machine_code_for_sm_90_and_one_compile_for_all_shapes():
     """Global access is 128 bits wide only; no shared memory, shuffles, spills or stack."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -452,7 +455,7 @@ def test_machine_code_for_sm_90_and_one_compile_for_all_shapes():
     first, *lines = done.stdout.splitlines()
     assert json.loads(first) == {"compiles": 1}
     if done.returncode == 3:
-        pytest.skip(lines[0])
+        skip_unless_ci(lines[0])
     assert done.returncode == 0, done.stderr
     for row in map(json.loads, lines):
         assert row["local"] == row["stack"] == row["shared"] == row["shuffles"] == 0, row
@@ -587,6 +590,7 @@ def test_the_benchmarks_tile_copy_copies(N, D):
     assert torch.equal(tile_copy(x), x)
 
 
+@pytest.mark.process
 def test_benchmark_without_a_gpu_says_so():
     done = command("-m=bench.rope", cwd=ROOT)
     if not torch.cuda.is_available():

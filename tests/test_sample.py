@@ -1,14 +1,19 @@
 """Decoding with a cache against full forwards, for every encoding and scaling, across the trained length."""
 
+import sys
+
 import pytest
 import torch
+from hydra.core.global_hydra import GlobalHydra
 
+import sample
 from conf.compose import compose
+from conf.hydra_patches import run_main
 from model import gpt, scaling
 from model.decode import Cache, Decoder
 from model.scaling import NotApplicable
 from sample import draw, quote_prompt
-from tests.helpers import ROOT, choices, command, more_positions, run_train, scaling_knobs, train_settings
+from tests.helpers import ROOT, choices, command, error_of, more_positions, run_train, scaling_knobs, train_settings
 
 L, V = 16, 64
 
@@ -134,14 +139,26 @@ def test_a_prompt_is_taken_as_it_is(prompt):
     assert compose("sample", quote_prompt(f"prompt={prompt}")).prompt == prompt
 
 
-def test_the_command_writes_the_same_for_the_same_seed(here):
+@pytest.mark.process
+def test_the_command_writes_the_same_for_the_same_seed(here, monkeypatch, capsys):
     run_train("steps=2", "name=a")
     args = ("prompt=def ", "scaling=ntk", "tokens=90", "run=a", "dtype=float32")
-    first, again = (command("sample.py", *args, "seed=1", cwd=here) for _ in range(2))
+    first = command("sample.py", *args, "seed=1", cwd=here)
     assert first.returncode == 0, first.stderr
-    assert first.stdout.startswith("def ") and first.stdout == again.stdout
-    assert first.stdout != command("sample.py", *args, "seed=2", cwd=here).stdout
     assert "run: a" in first.stderr and "tokens/s" in first.stderr
+
+    def run_command() -> None:
+        run_main(sample.main)
+
+    def drawn(seed: int) -> str:
+        """What the command prints, in this process."""
+        GlobalHydra.instance().clear()
+        monkeypatch.setattr(sys, "argv", ["sample.py", *args, f"seed={seed}"])
+        run_command()
+        return capsys.readouterr().out
+
+    capsys.readouterr()
+    assert first.stdout.startswith("def ") and first.stdout == drawn(1) != drawn(2)
     for bad, right in (
         ("tokens=0", "error: tokens=0: must be at least 1"),
         ("temperature=-1", "error: temperature=-1.0: must be at least 0"),
@@ -149,9 +166,7 @@ def test_the_command_writes_the_same_for_the_same_seed(here):
         ("run=b", "error: run=b: no trained run of that name"),
         ("scaling=nope", "error: In 'sample': Could not find 'scaling/nope'"),
     ):
-        done = command("sample.py", *args[:2], bad, cwd=here)
-        assert done.returncode == 1 and done.stderr.startswith(right), done.stderr
+        assert error_of(run_command, [*args[:2], bad], monkeypatch).startswith(right)
     run_train("steps=1", "pos=learned", "name=l")
-    done = command("sample.py", "run=l", "tokens=90", cwd=here)
-    assert done.returncode == 1 and "pos=learned has 64 positions" in done.stderr
+    assert "pos=learned has 64 positions" in error_of(run_command, ["run=l", "tokens=90"], monkeypatch)
     assert not list(ROOT.glob("outputs"))

@@ -6,6 +6,8 @@ import pytest
 
 from tests.helpers import command
 
+pytestmark = pytest.mark.process
+
 
 def files(pattern: str) -> dict[str, int]:
     return {str(p): p.stat().st_mtime_ns for p in Path().glob(pattern)}

@@ -3,6 +3,7 @@
 import json
 import math
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -135,6 +136,7 @@ def start(here: Path, *settings: str) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.process
 def test_signals_save_and_exit(here, number, code):
     process = start(here, "steps=100000")
     process.send_signal(number)
@@ -144,6 +146,7 @@ def test_signals_save_and_exit(here, number, code):
     assert f"stopped: runs/x is saved at step {step} of 100000; run the same command again to resume" in out
 
 
+@pytest.mark.process
 def test_a_kill_at_any_moment_leaves_a_complete_checkpoint_to_resume_from(here):
     settings = ("steps=150", "save_every=1")
     process = start(here, *settings)
@@ -160,6 +163,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint_to_resume_from(here):
     assert not [f for f in Path("runs/x").iterdir() if f.name.endswith(".pt") and f.name != "ckpt.pt"]
 
 
+@pytest.mark.process
 def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(here):
     run_train("steps=6", "save_every=5", "name=x")  # fills the corpus cache, too
     before = Path("runs/x/ckpt.pt").read_bytes()
@@ -191,8 +195,8 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(here
     assert state["step"] == 10 and all(p.isfinite().all() for p in state["model"].values())
 
 
-def test_another_config_under_the_same_name_is_refused_by_key(here):
-    run_train("steps=2", "name=x")
+def test_another_config_under_the_same_name_is_refused_by_key(here, two_steps):
+    shutil.copytree(two_steps, "runs/x")
     before = Path("runs/x/ckpt.pt").read_bytes()
     with pytest.raises(
         UserError, match=r"optim\.lr=0\.5 \(the run has 0\.002\), pos\.base=7\.0 \(the run has 10000\.0\)"
@@ -202,9 +206,17 @@ def test_another_config_under_the_same_name_is_refused_by_key(here):
     assert Path("runs/x/ckpt.pt").read_bytes() == before
 
 
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory, cache) -> Path:
+    """The folder of a run of two steps, name=x; tests change copies of it."""
+    folder = tmp_path_factory.mktemp("two_steps")
+    run_train("steps=2", "name=x", f"runs={folder}", f"cache={cache}")
+    return folder / "x"
+
+
 @pytest.mark.parametrize("damage", ["truncated", "foreign", "pickle", "empty", "old"])
-def test_damaged_and_foreign_checkpoints_are_one_clear_line(here, damage):
-    run_train("steps=2", "name=x")
+def test_damaged_and_foreign_checkpoints_are_one_clear_line(here, damage, two_steps):
+    shutil.copytree(two_steps, "runs/x")
     path = Path("runs/x/ckpt.pt")
     if damage == "truncated":
         path.write_bytes(path.read_bytes()[:-5000])
@@ -249,6 +261,7 @@ def test_run_names_come_from_what_the_command_line_changed():
 # ---- wandb ----
 
 
+@pytest.mark.process
 def test_an_offline_wandb_run_can_be_read_back(here):
     """No account, no terminal, no network: training and evaluation each leave a run that wandb itself reads."""
     env = {"WANDB_MODE": "offline", "NETRC": "/nonexistent", "WANDB_API_KEY": ""}

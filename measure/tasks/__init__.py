@@ -18,6 +18,7 @@ class Task:
 
     label: str  # identifies what is scored, with every knob that shapes it: curves of one label are comparable
     shortest: int = 64  # the shortest length that is evaluated by default
+    minimum: int = 1  # the shortest length that can be evaluated
     from_start: bool = False  # take the first tokens of each document instead of the last
     same_targets: bool = True  # the same tokens are scored at every n
 

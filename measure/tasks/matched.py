@@ -14,7 +14,7 @@ class Matched(Task):
 
     def __init__(self, scored_tokens: int):
         check(scored_tokens >= 1, "task.scored_tokens", scored_tokens, "at least 1")
-        self.scored_tokens = self.shortest = scored_tokens
+        self.scored_tokens = self.shortest = self.minimum = scored_tokens
 
     def score(self, losses: Losses, text: Tensor, n: int) -> Tensor:
         windows = text[:, -n - 1 :]  # [B, n + 1]

@@ -70,7 +70,7 @@ class Encoding(nn.Module):
     def rotate_qkv(self, qkv: Tensor, heads: tuple[int, int, int], prepared: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Split a projection qkv [B, T, H + 2 G, D] by heads = (H, G, G) and rotate q and k as `rotate` does.
 
-        Returns q [B, T, H, D], k and v [B, T, G, D]. A hook of its own because a kernel can read the packed tensor.
+        Returns q [B, T, H, D], k and v [B, T, G, D]. A separate hook, because a kernel can read the packed tensor.
         """
         q, k, v = qkv.split(heads, dim=2)
         return *self.rotate(q, k, prepared), v

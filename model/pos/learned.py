@@ -20,7 +20,7 @@ class Learned(Encoding):
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         T = positions.shape[-1]
         # Never a clamp or a modulo: those hide the error, and untrained rows look like extrapolation.
-        if self.max_positions < T and not torch.compiler.is_compiling():
+        if self.table.num_embeddings < T and not torch.compiler.is_compiling():
             raise UserError(
                 f"pos=learned has {self.max_positions} positions and cannot read {T}: "
                 f"train with pos.max_positions={T} (rows past the trained context stay untrained)"

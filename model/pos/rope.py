@@ -67,6 +67,7 @@ class Rope(Encoding):
 
     def prepare(self, positions: Tensor, change: ContextChange) -> Tables | KernelInputs:
         inv_freq = self.inv_freq if change.inv_freq is None else change.inv_freq
+        assert inv_freq is not None  # __init__ sets it
         device = positions.device
 
         def table(inv_freq: Tensor, start: Tensor | int = 0) -> Table:

@@ -20,13 +20,14 @@ class XPos(Rope):
         super().__init__(shape, base, interleaved)
         for name, value in (("gamma", gamma), ("scale_base", scale_base)):
             check(value > 0, f"pos.{name}", value, "above 0")
-        P = len(self.inv_freq)
+        P = shape.head_dim // 2
         zeta = (torch.arange(P, dtype=torch.float64, device="cpu") / P + gamma) / (1 + gamma)
         self.log_zeta = (zeta.log() / scale_base).tolist()  # [P], per token; a list, because no cast can touch it
 
     def prepare(self, positions: Tensor, change: ContextChange) -> Tables:
         """Rope's tables, those of q times the decay and those of k divided by it."""
         tables = super().prepare(positions, change)
+        assert isinstance(tables, Tables)  # the kernel does not run for a subclass that overrides prepare
         # With the middle position as c, contexts can be twice as long (70,000 tokens) before a power leaves float32.
         centred = positions.float() - (positions.amin() + positions.amax()).float() / 2
         log_zeta = torch.tensor(self.log_zeta, dtype=torch.float32, device=positions.device)

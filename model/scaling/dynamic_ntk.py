@@ -1,6 +1,6 @@
 """Dynamic NTK, clean (emozilla 2023; YaRN, arXiv 2309.00071, section 3.3): NTK with s = max(1, n / L).
 
-Its factor follows the length, so it has no knob. (Hugging Face's "dynamic" reads its own factor f as
+Its factor follows the length, so it has no knob. (Hugging Face's "dynamic" reads its factor f as
 s = f * n / L - (f - 1), which is this one only at f = 1.)
 """
 

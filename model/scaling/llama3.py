@@ -1,7 +1,7 @@
 """Llama 3's scaling (Grattafiori et al. 2024, arXiv 2407.21783; Hugging Face's `llama3`).
 
 Wavelengths longer than L / low_freq_factor are interpolated by s, those shorter than L / high_freq_factor stay, and
-between them a ramp over L / wavelength. That ratio is the number of turns: it is NTK-by-parts under another name.
+between them a ramp over L / wavelength. That ratio is the number of rotations: this is NTK-by-parts under another name.
 """
 
 from conf.errors import UserError

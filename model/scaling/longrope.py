@@ -1,6 +1,6 @@
-"""LongRoPE with given factors (Ding et al. 2024, arXiv 2402.13753; Hugging Face's `longrope`).
+"""LongRoPE with factors from the user (Ding et al. 2024, arXiv 2402.13753; Hugging Face's `longrope`).
 
-Each pair has a divisor of its own, found by a search that is not part of this: `short` inside the trained context,
+Each pair has its divisor, found by a search that is not part of this project: `short` inside the trained context,
 `long` past it. cos and sin are multiplied by sqrt(1 + ln s / ln L) at either length, as Hugging Face does.
 """
 

@@ -1,6 +1,6 @@
 """NTK-by-parts as the paper has it (bloc97 2023; YaRN, arXiv 2309.00071, section 3.2).
 
-A pair that turns r times inside the trained context keeps the share clip((r - alpha) / (beta - alpha), 0, 1) of its
+A pair that rotates r times inside the trained context keeps the share clip((r - alpha) / (beta - alpha), 0, 1) of its
 frequency and is interpolated by s for the rest. (YaRN's code has its ramp over the pair index instead: see yarn.py.)
 """
 
@@ -13,7 +13,7 @@ from model.scaling import ContextChange, TrainedContext
 def scale(trained: TrainedContext, n: int, factor: float, alpha: float = 1.0, beta: float = 32.0) -> ContextChange:
     if not beta > alpha >= 0:
         raise UserError(f"scaling.beta={beta}: must be greater than alpha={alpha}, and that at least 0")
-    turns = trained.train_ctx * trained.inv_freq / (2 * math.pi)
-    kept = ((turns - alpha) / (beta - alpha)).clamp(0, 1)
+    rotations = trained.train_ctx * trained.inv_freq / (2 * math.pi)
+    share = ((rotations - alpha) / (beta - alpha)).clamp(0, 1)
     # Written so that factor 1 changes no bit.
-    return ContextChange(inv_freq=trained.inv_freq * (1 - (1 - kept) * (1 - 1 / factor)), factor=factor)
+    return ContextChange(inv_freq=trained.inv_freq * (1 - (1 - share) * (1 - 1 / factor)), factor=factor)

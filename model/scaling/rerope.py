@@ -1,6 +1,6 @@
 """ReRoPE and its leaky form (Su 2023, kexue.fm/archives/9708 and 9728): relative positions past w are clipped.
 
-A key at distance r < w is turned by r as ever; from w on by w + (r - w) / leak. leak=null clips wholly (ReRoPE); a
+A key at distance r < w is rotated by r, one at r >= w by w + (r - w) / leak. leak=null clips completely (ReRoPE); a
 number of at least 1 gives Leaky ReRoPE, whose factor s needs leak = (n - w) / (L - w) to stay inside L.
 Evaluation only: used in training it destroys extrapolation (kexue.fm/archives/9948).
 """

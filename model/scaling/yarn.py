@@ -1,8 +1,8 @@
 """YaRN as its code and Hugging Face compute it (Peng et al. 2023, arXiv 2309.00071; github.com/jquesnelle/yarn).
 
-Pairs that turn more than beta_fast times inside the trained context stay, those that turn less than beta_slow times
+Pairs that rotate more than beta_fast times inside the trained context stay, those that rotate less than beta_slow times
 are interpolated by s, and between them the share is a ramp over the *pair index* (the paper's ramp, over the number
-of turns, gives frequencies that differ by up to 50 %). cos and sin are multiplied by 0.1 ln s + 1.
+of rotations, gives frequencies that differ by up to 50 %). cos and sin are multiplied by 0.1 ln s + 1.
 """
 
 import math
@@ -26,7 +26,7 @@ def scale(
     if not beta_fast > beta_slow > 0:
         raise UserError(f"scaling.beta_fast={beta_fast}: must be greater than beta_slow={beta_slow}, and both above 0")
     P, inv_freq = trained.rotary_dim // 2, trained.inv_freq
-    # Pair i turns L * inv_freq_i / 2 pi times in the trained context; solved for i. ln b is the slope of -ln inv_freq.
+    # Pair i rotates L * inv_freq_i / 2 pi times in the trained context, solved for i; -ln inv_freq has the slope ln b.
     if P < 2 or inv_freq[0] == inv_freq[-1]:
         raise NotApplicable("its ramp needs at least two pairs of different frequency (rotary width >= 4, base > 1)")
     per_pair = math.log(inv_freq[0] / inv_freq[-1]) / (P - 1)
