@@ -1,6 +1,8 @@
 """Lay the evaluated curves of any runs over each other, offline: python compare.py [RUN ...]
 
-Prints one table and draws one figure of every curve that eval.py has measured on the same targets.
+Prints one table and draws one figure of every curve that eval.py has measured on the same targets. Curves on other
+targets (another ctx, task or corpus) are counted and left out, because their losses are not comparable. Nothing is
+measured here.
 """
 
 import argparse
@@ -14,6 +16,7 @@ from measure.curves import Curve, read_curve, select
 
 @user_errors_in_one_line
 def main() -> None:
+    """Parse the command line, select the comparable curves, and print and draw them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", nargs="*", help="names of runs; all of them if none is named")
     parser.add_argument("--only", help="labels to show, such as none,window; all of them otherwise")
@@ -49,7 +52,10 @@ def main() -> None:
 
 
 def read_curves(runs: str, names: list[str]) -> list[Curve]:
-    """All curves of the named runs, or of all runs. UserError if there is none."""
+    """All curves of the named runs, or of all runs under the folder `runs` if names is empty.
+
+    UserError for a name without a run, for a run that has not been evaluated, and if there is no curve at all.
+    """
     for name in names:
         if not (Path(runs) / name).is_dir():
             raise UserError(f"{name}: no such run in {runs}/")
@@ -62,7 +68,10 @@ def read_curves(runs: str, names: list[str]) -> list[Curve]:
 
 
 def most_shared_targets(curves: list[Curve]) -> str:
-    """The targets that most runs share, and of those the ones with the most curves."""
+    """The key of the targets that most runs were evaluated on; of several such keys, the one with the most curves.
+
+    The key is `Row.targets` (measure/curves.py), a hash of the scored tokens.
+    """
     runs = Counter(targets for targets, _ in {(c.first.targets, c.run) for c in curves})
     count = Counter(c.first.targets for c in curves)
     return max(count, key=lambda targets: (runs[targets], count[targets]))

@@ -1,8 +1,12 @@
 """Measure a trained run against context length: python eval.py ctx=8192 scaling=ntk
 
-Matched targets: the last tokens of the same held-out documents, given the last n tokens, for n = 64 .. ctx. The targets
-never change, so whatever changes with n is due to the context. Every evaluation also measures no scaling and the window
-control (each query sees as many tokens as the trained context, no more), which a real extension must beat.
+By default (matched targets) the last tokens of the same held-out documents are scored at every length n = 64 .. ctx,
+with the last n tokens of the document as input. The targets are the same at every n, so a change of the loss is due to
+the context. Every evaluation also measures two controls: no scaling, and the window control, in which each query
+attends to as many tokens as the trained context has. A method that does not beat the window control has not extended
+the context.
+
+A finished curve is a file under runs/NAME/eval and is not measured again.
 """
 
 from dataclasses import asdict
@@ -31,6 +35,11 @@ def main(hydra_cfg: DictConfig) -> None:
 
 
 def evaluate(cfg: EvalConfig) -> None:
+    """Measure no scaling, the window control and the requested method, then print, log and draw their curves.
+
+    UserError if there is no such run, or if the encoding or the scaling does not apply at this length. Under torchrun
+    all ranks measure, and rank 0 alone prints and writes.
+    """
     # ---- the run, the task and the documents ----
     device = devices.start(cfg.device, cfg.kernel)
     run = open_run(cfg, device)
@@ -41,7 +50,7 @@ def evaluate(cfg: EvalConfig) -> None:
         methods.append(requested)
     print_start(run, requested, evaluation)
 
-    # ---- measure: what has been evaluated before is read, the rest is computed ----
+    # ---- measure: curves that have been measured before are read from their files, the others are computed ----
     missing = [m for m in methods if cfg.fresh or not evaluation.curve_file(m).exists()]
     by_position: dict[str, list[dict]] = {}
     with evaluation.running(curves=len(missing), by_position=cfg.by_position * len(methods)):
@@ -67,7 +76,7 @@ def evaluate(cfg: EvalConfig) -> None:
 
 
 def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:
-    """The run, its spectrum, and what is scored."""
+    """Print the run, the spectrum of its encoding, and the scored tokens, with a note if there are few documents."""
     print(run.describe())
     warnings = [spectrum.warning(knobs, run.context) for knobs in requested.scalings]
     for line in filter(None, [spectrum.card(run.context), *warnings]):
@@ -80,7 +89,11 @@ def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:
 
 
 def log_to_wandb(project: str, run: Run, method: Method, curve: Curve, window: Curve) -> None:
-    """One wandb run for each curve, so that the dashboard lays the curves of any runs over each other."""
+    """Log a curve as one wandb run: eval/loss, eval/ppl, eval/bits_per_byte, eval/factor and the gain against eval/ctx.
+
+    One wandb run for each curve, so that the dashboard can show the curves of any runs in one panel. window: the curve
+    of the window control at the same lengths.
+    """
     config = {"run": run.name, "label": method.label, "scaling": method.scalings, "train": asdict(run.cfg)}
     with tracker(project, "eval", run.name, f"{run.name} {method.label}", config, "eval/ctx") as log:
         for row, control in zip(curve.rows, window.rows, strict=True):
@@ -89,7 +102,7 @@ def log_to_wandb(project: str, run: Run, method: Method, curve: Curve, window: C
 
 
 def draw(evaluation: Evaluation) -> None:
-    """The figure of all curves of this run that were evaluated on the same targets."""
+    """Draw all curves of this run that were evaluated on the same targets, also those of earlier commands."""
     from measure import plots
 
     run, folder = evaluation.run, evaluation.run.folder / "eval"

@@ -1,7 +1,7 @@
 """Write a trained run as a Hugging Face checkpoint: python export.py run=rope out=DIR
 
-DIR then holds config.json, model.safetensors and tokenizer.json, which AutoModelForCausalLM and AutoTokenizer load.
-What transformers cannot express is refused by its name.
+DIR then contains config.json, model.safetensors and tokenizer.json, which AutoModelForCausalLM and AutoTokenizer load.
+A setting of the run that transformers cannot express ends in an error that names the setting; nothing is approximated.
 """
 
 import sys
@@ -31,6 +31,10 @@ def parse(arguments: list[str]) -> dict[str, str]:
 
 @user_errors_in_one_line
 def main() -> None:
+    """Open the run and write it to the new folder out=.
+
+    UserError if the folder exists or the run cannot be expressed.
+    """
     settings = parse(sys.argv[1:])
     out = Path(settings["out"])
     if out.exists():  # before the corpus is prepared

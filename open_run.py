@@ -9,7 +9,11 @@ HF_PREFIX = "hf:"
 
 
 def open_run(cfg: EvalConfig, device: torch.device) -> Run:
-    """The run of cfg.run, or the newest that fits. UserError if there is none that can be evaluated as cfg asks."""
+    """The run that cfg.run names, or for None the newest run that can be evaluated with these settings.
+
+    The model is on `device` and in evaluation mode. UserError if there is no such run, or if its encoding or the
+    requested scaling cannot be used at the longest length.
+    """
     ctx, scalings = cfg.longest_ctx, cfg.scalings
     if cfg.run is not None and cfg.run.startswith(HF_PREFIX):
         from hf.read import open_hf

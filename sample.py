@@ -1,7 +1,8 @@
 """Generate text with a trained run: python sample.py prompt="def " scaling=ntk tokens=400
 
-Token by token, with a cache. At every length the next token is that of a full forward pass at that length, also where
-the scaling changes with the length (dynamic NTK): see model/decode.py.
+Tokens are generated one by one, with a cache of each layer's projections. At every length the logits equal those of a
+full forward pass at that length, also where the scaling changes with the length (dynamic NTK): see model/decode.py. The
+text goes to stdout, everything else to stderr.
 """
 
 import codecs
@@ -30,6 +31,8 @@ from model.decode import Decoder
 
 @dataclass
 class SampleConfig(TrainedRunConfig):
+    """The settings of sample.py; their meaning is documented in conf/sample.yaml."""
+
     prompt: str = ""
     tokens: Annotated[int, at_least(1)] = MISSING
     temperature: Annotated[float, at_least(0)] = MISSING  # 0 takes the likeliest token
@@ -50,7 +53,11 @@ def sample_config(cfg: DictConfig) -> SampleConfig:
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """One token from logits [V]: among the top_k likeliest, at that temperature; temperature 0 takes the likeliest."""
+    """Draw one token id from logits [V].
+
+    Only the top_k most likely tokens can be drawn (None: all), with probabilities softmax(logits / temperature).
+    temperature 0: the most likely token. generator: a CPU generator, so that a seed gives the same text on any device.
+    """
     if temperature == 0:
         return int(logits.argmax())
     best, tokens = logits.float().topk(min(top_k or len(logits), len(logits)))
@@ -60,7 +67,11 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch
 def generate(
     decoder: Decoder, start: list[int], cfg: SampleConfig, n_vocab: int, device: torch.device
 ) -> Iterator[int]:
-    """cfg.tokens tokens after start, one by one; the same for the same seed."""
+    """Yield cfg.tokens token ids that continue `start`, one by one; the same ids for the same seed.
+
+    start: the ids of the prompt, at least one. n_vocab: the number of real tokens; the model's logits have more
+    columns, because the vocabulary is padded to a multiple of 64 (data/corpus.py).
+    """
     generator = torch.Generator().manual_seed(cfg.seed)
     text = torch.tensor([start], device=device)  # [1, n]
     for _ in range(cfg.tokens):
@@ -78,6 +89,11 @@ def main(hydra_cfg: DictConfig) -> None:
 
 
 def sample(cfg: SampleConfig) -> None:
+    """Open the run, print the prompt and its continuation as it is generated, and then the speed in tokens per second.
+
+    Generation ends after cfg.tokens tokens or at the end-of-text token. An empty prompt starts with that token, which
+    separates documents in training. UserError if encoding or scaling cannot be used at the final length.
+    """
     # ---- the run, and the prompt in its tokens ----
     device = devices.start(cfg.device, cfg.kernel)
     run = Run.open(cfg.run, runs=cfg.runs, cache=cfg.cache, device=device, scalings=cfg.scalings, exp=cfg.trained_with)
@@ -109,12 +125,13 @@ def sample(cfg: SampleConfig) -> None:
 def quote_prompt(argument: str) -> str:
     """prompt=TEXT -> prompt='TEXT', a quoted string of Hydra's grammar whose value is exactly TEXT.
 
-    Unquoted, Hydra would drop its outer spaces and interpret its brackets and ${}.
+    Without quotes, Hydra would remove spaces at both ends and interpret brackets, commas and ${}. Other arguments are
+    returned unchanged.
     """
     if not argument.startswith("prompt="):
         return argument
     text = argument[7:].replace("${", "\\${")  # no interpolation
-    # Backslashes count as themselves unless a quote follows, so only those are doubled
+    # In Hydra's grammar a backslash is an escape only before a quote (or at the end), so only these are doubled
     return "prompt='" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text) + "'"
 
 

@@ -1,6 +1,9 @@
 """Train a small GPT with any positional encoding: python train.py pos=rope
 
 Run the same command again to resume from the last checkpoint. `python train.py --help` lists every setting.
+
+The run is the folder runs/NAME with config.json and ckpt.pt. The loss is in nats per token. Under torchrun the same
+code runs in every process; engine/distributed.py has the calls between them, and with one process they do nothing.
 """
 
 import math
@@ -32,7 +35,7 @@ from engine.tracking import tracker
 from engine.validation import Validation, describe_validation
 from model import gpt, spectrum
 
-COMPILE_AT = 10  # the first steps run uncompiled, so that a mistake shows at once and not after the compiler
+COMPILE_AT = 10  # the first steps run uncompiled, so that a mistake shows before the half minute of compilation
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -42,7 +45,13 @@ def main(hydra_cfg: DictConfig) -> None:
 
 
 def train(cfg: TrainConfig) -> None:
-    # ---- settings: every mistake shows before any work is done ----
+    """Train the run of these settings from the start, or resume it from its last checkpoint.
+
+    The batch of a step is a pure function of (seed, step), so a resumed run sees the same batches as an uninterrupted
+    one. UserError for settings that do not fit together, for an existing run with other settings, and for a loss that
+    is not finite. After SIGINT or SIGTERM the run is saved and the process exits with code 130 or 143.
+    """
+    # ---- settings: check all of them before anything is downloaded, built or written ----
     assert cfg.name is not None  # train_config sets it
     folder = Path(cfg.runs) / cfg.name
     parent = None
@@ -55,7 +64,7 @@ def train(cfg: TrainConfig) -> None:
     device = devices.start(cfg.device, cfg.kernel)
     ranks = distributed.ranks()
 
-    # ---- what there is already: nothing, a part of the run, or all of it ----
+    # ---- the last checkpoint of this run, if there is one; nothing to do if it has all steps ----
     state = resume.saved_state(cfg, folder, device)
     if state and state["step"] == cfg.steps:
         print(f"{folder}: already trained, {describe_validation(state['validation'])}; fresh=true starts over")
@@ -85,7 +94,8 @@ def train(cfg: TrainConfig) -> None:
     change, validation = gpt.trained_scaling(cfg, context), Validation(corpus, cfg, device)
     n_params = model.n_parameters()
     throughput = Throughput(cfg, n_params, device)
-    # Decided by the whole run, not by what is left of it: a resumed run must round as an uninterrupted one does.
+    # 6 N FLOPs per token, forward and backward. All steps count, not only the remaining ones: a resumed run must make
+    # the same choice as an uninterrupted one, because compiled code rounds differently.
     compiles = should_compile(cfg.compile, device, 6 * n_params * cfg.batch_tokens * cfg.steps)
 
     print_start(cfg, folder, model, corpus.vocab_size, device, start)
@@ -100,7 +110,9 @@ def train(cfg: TrainConfig) -> None:
         bar,
     ):
         result: dict[str, float] = {}  # of the last validation
-        health = torch.zeros((), device=device)  # becomes NaN with the first loss or gradient that does, and stays so
+        # A running sum of losses and gradient norms on the device: it is not finite from the first bad value on, so
+        # the loop can check it when it logs or saves instead of waiting for the GPU at every step.
+        health = torch.zeros((), device=device)
         began, saved, stopping = time.monotonic(), start, False
         throughput.restart(start)
         for step in range(start, cfg.steps):
@@ -125,7 +137,7 @@ def train(cfg: TrainConfig) -> None:
             health += loss + norm
             bar.update(cfg.batch_tokens)
 
-            # ---- what is due after this step ----
+            # ---- after the step: log, validate and save at their intervals, and always after the last step ----
             done, last = step + 1, step + 1 == cfg.steps
             stopping = ranks.any_rank(bool(stop))
             logging = done % cfg.log_every == 0 or last
@@ -167,7 +179,11 @@ def train(cfg: TrainConfig) -> None:
 
 
 def check_settings(cfg: TrainConfig) -> None:
-    """UserError for settings that do not go together."""
+    """UserError for settings that are valid one by one but do not fit together.
+
+    Examples: shard=true in one process, a scaling method that does not apply to the encoding, positions drawn from a
+    longer range than the encoding has.
+    """
     if cfg.shard and distributed.world() == 1:
         raise UserError("shard=True: needs more than one process: torchrun --nproc_per_node=N train.py shard=true ...")
     encoding = gpt.build_encoding(cfg)
@@ -178,7 +194,11 @@ def check_settings(cfg: TrainConfig) -> None:
 
 
 def count_micro_batches(rows: int, cfg: TrainConfig) -> int:
-    """In how many equal micro-batches a rank's rows are processed: each has at most micro_tokens, or is one row."""
+    """The number of equal micro-batches into which a rank's rows are split.
+
+    Each has at most cfg.micro_tokens tokens, or is one row. The number divides `rows`, so that the mean over
+    micro-batches is the mean over the batch.
+    """
     parts = math.ceil(rows * cfg.ctx / max(cfg.micro_tokens, cfg.ctx))
     while rows % parts:
         parts += 1
@@ -188,7 +208,11 @@ def count_micro_batches(rows: int, cfg: TrainConfig) -> int:
 def training_batch(
     cfg: TrainConfig, corpus: corpora.Corpus, step: int, local: slice, micro_batches: int, device: torch.device
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """This rank's micro-batches: windows, int64 [rows, ctx + 1], and their positions [rows, ctx], or None: in order."""
+    """This rank's micro-batches of one step, as pairs (windows, positions) on `device`.
+
+    windows: int64 [rows, ctx + 1]; the first ctx tokens are inputs, the last ctx are their targets. positions: int64
+    [rows, ctx], or None for 0 .. ctx - 1. local: this rank's rows of the global batch.
+    """
     rows = cfg.batch_tokens // cfg.ctx
     windows = batch(corpus.train, step, seed=cfg.seed, size=rows, ctx=cfg.ctx)[local]
     pieces = windows.to(device, non_blocking=True).chunk(micro_batches)
@@ -205,12 +229,17 @@ def training_batch(
 
 
 def log_point(log: Any, step: int, values: dict[str, float]) -> None:
+    """Log values as train/NAME at this step. log: the wandb run that `tracker` opened."""
     log.log({"train/step": step, **{f"train/{name}": value for name, value in values.items()}})
 
 
 def print_start(
     cfg: TrainConfig, folder: Path, model: gpt.GPT, vocab_size: int, device: torch.device, start: int
 ) -> None:
+    """Print the model, its settings and the spectrum of its encoding.
+
+    start: the step at which the run resumes, or 0.
+    """
     processes = f", {distributed.world()} processes" if distributed.world() > 1 else ""
     resumed = f", resumed at step {start}" if start else ""
     print(
@@ -223,6 +252,7 @@ def print_start(
 
 
 def print_end(cfg: TrainConfig, folder: Path, result: dict[str, float], seconds: float) -> None:
+    """Print tokens, time and the last validation. seconds: training time, of earlier parts of a resumed run as well."""
     total = cfg.steps * cfg.batch_tokens
     print(f"trained {folder}: {total:,} tokens in {seconds / 60:.1f} min ({total / seconds:,.0f} tokens/s)")
     print(f"in window (ctx {cfg.ctx}), held out: {describe_validation(result)}")

@@ -30,7 +30,11 @@ def halves(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
     return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), dim=-1)
 
 
+# ---- the implementations: x [T, D] at positions p [T] -> rotated x, in x's dtype ----
+
+
 def ours(x: Tensor, p: Tensor) -> Tensor:
+    """The rotation of this project, in plain torch; the Triton kernel computes the same."""
     x = x[None, :, None]
     return rope_torch.rope(x, x, phase(frequencies(x.shape[-1])), p, 0, False, 1.0)[0][0, :, 0]
 
@@ -99,6 +103,7 @@ def accuracy() -> list[dict]:
 
 
 def print_accuracy() -> None:
+    """Print the table of `accuracy`; a peer that is not installed is skipped with a message."""
     print(
         "float32: largest error of the result (inputs of variance 1); bfloat16: share of results not correctly rounded"
     )

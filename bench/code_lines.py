@@ -63,6 +63,7 @@ def measure(cache: str | None = None) -> dict[str, dict[Path, int]]:
 
 
 def main() -> None:
+    """Print the code lines of each file and the totals. Exit code 1 if a total is above its budget."""
     sizes = measure(".cache" if Path(".cache").is_dir() else None)
     for path, lines in sorted(sizes["train.py and eval.py"].items()):
         only = "" if path in sizes["train.py"] else "  (eval.py only)"

@@ -26,7 +26,9 @@ from bench.accuracy import frequencies, halves, print_accuracy, tables
 from kernels import phase, rope_torch
 from kernels.rope import rope, rope_packed
 
-# (B, T, H, G, D, R): R rotary dimensions
+# (B, T, H, G, D, R): batch, tokens, query heads, key heads, head width, rotary dimensions. The first is a common
+# training shape; the others have grouped queries, longer contexts, small heads, partial rotation and a width that is no
+# power of two
 SHAPES = [
     (8, 2048, 16, 16, 128, 128), (8, 2048, 16, 4, 128, 128), (1, 8192, 16, 16, 128, 128), (1, 32768, 16, 16, 128, 128),
     (16, 512, 6, 6, 64, 64), (8, 2048, 16, 16, 128, 64), (8, 2048, 16, 16, 96, 96),

@@ -23,7 +23,11 @@ from kernels import rope_triton
 
 
 def compile_one(dtype: str, interleaved: bool, D: int, P: int) -> dict[str, str | int]:
-    """Instruction counts, registers, and bytes of shared memory and stack of one variant."""
+    """Compile one variant of the kernel for sm_90 and count the instructions in its machine code.
+
+    dtype: fp32 or bf16, as Triton calls them. D: head width; P: rotary pairs. shared and stack are in bytes; loads_128
+    and stores_128 are the global accesses of 128 bits; local is the number of accesses to spilled registers.
+    """
     fn = rope_triton._rope_kernel
     block = rope_triton.tile(P, 4 if dtype == "fp32" else 2)
     warps = block.pop("num_warps")
@@ -95,6 +99,7 @@ def compile_keys() -> list[str]:
 
 
 def main() -> None:
+    """Print the number of distinct compilations over many shapes, then one line for each variant."""
     print(json.dumps({"compiles": len(set(compile_keys()))}), flush=True)
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     if not ((tools / "cuobjdump").exists() and (tools / "ptxas").exists()):

@@ -34,6 +34,8 @@ VOCAB = 2048
 
 
 class PeerBlock(nn.Module):
+    """nanoGPT's transformer block, [B, T, C] -> [B, T, C]: LayerNorm without bias, SDPA, exact GELU."""
+
     def __init__(self, C: int, H: int):
         super().__init__()
         self.H = H
@@ -50,6 +52,8 @@ class PeerBlock(nn.Module):
 
 
 class Peer(nn.Module):
+    """nanoGPT's model. L layers, H heads, C width, T context, V vocabulary. forward returns the mean loss."""
+
     def __init__(self, L: int, H: int, C: int, T: int, V: int):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(V, C), nn.Embedding(T, C)

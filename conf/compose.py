@@ -1,4 +1,4 @@
-"""Settings as the command line would compose them, inside a running program: for tests, benchmarks and notebooks."""
+"""Compose settings as the command line does, but inside a running program: for tests, benchmarks and notebooks."""
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -12,7 +12,10 @@ from conf.schema import TrainConfig, train_config
 
 
 def compose(config: str, *overrides: str) -> DictConfig:
-    """The configuration that `python CONFIG.py OVERRIDES` would run with."""
+    """The unchecked configuration that `python CONFIG.py OVERRIDES` would run with.
+
+    config: train, eval or sample. Replaces Hydra's global state, so it must not be called inside a Hydra main function.
+    """
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = hydra_compose(config, list(overrides), return_hydra_config=True)

@@ -10,26 +10,32 @@ from typing import Any, NoReturn
 
 
 class UserError(ValueError):
-    """The user is wrong: a setting, a file or the environment. The message names it, its value and what is right."""
+    """A mistake of the user: a setting, a file or the environment.
 
-    on_all_ranks = True  # under torchrun every process meets it, so one line is enough
+    The message names it, its value and what is right.
+    """
+
+    on_all_ranks = True  # under torchrun every process raises it, so one of them is enough to print it
 
 
 class OneRankError(UserError):
-    """A user error that a single process of a torchrun job can meet: a full disk, a file that others can read."""
+    """A user error that can occur in a single process of a torchrun job, such as a full disk or missing permissions."""
 
     on_all_ranks = False
 
 
 def check(ok: bool, setting: str, value: Any, right: str) -> None:
-    """UserError `setting=value: must be right` unless ok."""
+    """Raise UserError("SETTING=VALUE: must be RIGHT") unless ok. right: what a valid value is, such as "at least 1"."""
     if not ok:
         raise UserError(f"{setting}={value}: must be {right}")
 
 
 @contextmanager
 def file_errors(path: Any) -> Generator[None]:
-    """Inside, an operating system's error (no permission, no space) is a user error that names path."""
+    """Context manager: an OSError inside it (no permission, no space) becomes a user error that names path.
+
+    path: a Path, or any text that tells the user which setting or file is concerned.
+    """
     try:
         yield
     except OSError as e:
@@ -37,19 +43,26 @@ def file_errors(path: Any) -> Generator[None]:
 
 
 def rank() -> int:
-    """Which of torchrun's processes this is; 0 without torchrun."""
+    """The number of this process in a torchrun job, 0 .. WORLD_SIZE - 1; 0 without torchrun."""
     return int(os.environ.get("RANK", 0))
 
 
 def exit_with(line: str, on_all_ranks: bool = True) -> NoReturn:
-    """Exit with this line and code 1. on_all_ranks: every process of a torchrun job calls this with the same line."""
+    """Print `error: LINE` to stderr and exit with code 1.
+
+    on_all_ranks: every process of the torchrun job calls this with the same line. Then rank 0 prints it, and the others
+    wait until torchrun ends them.
+    """
     if rank() > 0 and on_all_ranks:
         time.sleep(2)  # give torchrun time to kill this rank, so that the message is printed once
     sys.exit(f"error: {line}" if rank() == 0 else f"error: rank {rank()}: {line}")
 
 
 def user_errors_in_one_line(function: Callable) -> Callable:
-    """Decorate a command's main function: a UserError becomes one line. HYDRA_FULL_ERROR=1 shows the traceback."""
+    """Decorate the main function of a command: a UserError is printed as one line, and the exit code is 1.
+
+    With HYDRA_FULL_ERROR=1 in the environment it keeps its traceback. Ctrl-C exits with code 130, without a traceback.
+    """
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

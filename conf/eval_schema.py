@@ -13,12 +13,15 @@ from conf.schema import KERNEL, PRECISION, at_least, check_rules, name_list, to_
 
 @dataclass
 class TrainedRunConfig:
-    """What every command that opens a trained run can set."""
+    """The settings that all commands that open a trained run have in common.
+
+    Their meaning is documented in conf/eval.yaml. A field whose range is checked has a rule in its annotation.
+    """
 
     scaling: dict[str, Any] = field(default_factory=dict)
-    plus: Any = None
-    run: str | None = None
-    trained_with: str | None = None
+    plus: Any = None  # one name or a list of names on the command line; a list after `name_list`
+    run: str | None = None  # NAME, hf:PATH (eval.py only), or None for the newest that fits
+    trained_with: str | None = None  # with run=None: only runs that were trained with this exp=
     dtype: Annotated[str, PRECISION] = "auto"
     kernel: Annotated[str, KERNEL] = "auto"
     device: str = "auto"
@@ -33,6 +36,8 @@ class TrainedRunConfig:
 
 @dataclass
 class EvalConfig(TrainedRunConfig):
+    """The settings of eval.py and studies/probe.py; their meaning is documented in conf/eval.yaml."""
+
     task: dict[str, Any] = field(default_factory=dict)
     by_position: bool = False
     ctx: Any = MISSING  # the longest context length, or a list of lengths
@@ -44,6 +49,7 @@ class EvalConfig(TrainedRunConfig):
 
     @property
     def longest_ctx(self) -> int:
+        """The longest evaluated context, tokens. Documents must be longer, and scaling.factor=fixed refers to it."""
         return max(self.ctx) if isinstance(self.ctx, list) else self.ctx
 
 
@@ -51,7 +57,10 @@ ConfigStore.instance().store(name="eval_schema", node=EvalConfig)
 
 
 def eval_config(cfg: DictConfig) -> EvalConfig:
-    """The checked settings of eval.py. UserError names the first wrong one."""
+    """The checked settings of eval.py. UserError names the first wrong one.
+
+    data= and train_ctx= are allowed for Hugging Face checkpoints only: a run of ours has both in its checkpoint.
+    """
     c: EvalConfig = to_object(cfg, EvalConfig)
     check_rules(c)
     lengths = c.ctx if isinstance(c.ctx, list) else [c.ctx]

@@ -1,7 +1,8 @@
-"""What we change about Hydra, all in one place. Written for hydra-core 1.3.8 (1.4.0rc3 works as well).
+"""All changes of Hydra's behaviour, in one place. Written for hydra-core 1.3.8 (1.4.0rc3 works as well).
 
-1. Errors that Hydra or OmegaConf finds span many lines and end in a hint at an environment variable. Here they become
-   one line (`hydra_message`). To delete when Hydra can print an error without its own traceback.
+1. Error messages of Hydra and OmegaConf span many lines and end with advice on an environment variable. Here they
+become
+   one line (`hydra_message`). To delete when Hydra can print an error without a traceback.
 2. `run_and_report` of hydra._internal prints those lines itself and exits, so it is replaced (`run_main`). To delete
    when Hydra lets the caller handle errors.
 3. In a sweep (-m) an exception ends all jobs that follow. `sweep_job` returns the failure instead, and `run_main` lists
@@ -29,7 +30,7 @@ from conf.errors import UserError, exit_with, rank, user_errors_in_one_line
 
 
 def hydra_message(e: BaseException) -> str:
-    """The part of Hydra's or OmegaConf's message that helps a user, in one line."""
+    """The message of a Hydra or OmegaConf error in one line, without key types, search paths and links."""
     text = str(e) if e.__cause__ is None or not isinstance(e, HydraException) else f"{e}: {e.__cause__}"
     text = re.sub(r"\n\s*(full_key|object_type|reference_type)[^\n]*", "", text)
     text = re.sub(r"\n\s*Set the environment variable HYDRA_FULL_ERROR[^\n]*", "", text)
@@ -40,7 +41,7 @@ def hydra_message(e: BaseException) -> str:
 
 @contextmanager
 def hydra_errors_are_user_errors() -> Generator[None]:
-    """Around what parses the command line: Hydra and OmegaConf complain about what the user typed."""
+    """Context manager around the parsing of the command line: an error of Hydra or OmegaConf becomes a UserError."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as e:
@@ -58,7 +59,11 @@ class FailedJob(str):
 
 
 def sweep_job(function: Callable) -> Callable:
-    """Decorate a Hydra main function: a UserError is one line; in a sweep (-m) it leaves the other jobs running."""
+    """Decorate a Hydra main function: a UserError is printed as one line, and in a sweep (-m) the other jobs still run.
+
+    A failed job of a sweep returns a FailedJob, which `run_jobs` counts. Any other exception is our bug: it is wrapped
+    in JobBug, so that Hydra and `run_jobs` do not treat it as a user error, and unwrapped in `run_jobs`.
+    """
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +78,7 @@ def sweep_job(function: Callable) -> Callable:
             if rank() == 0:
                 print(f"error: {job}: {e}", file=sys.stderr)
             return FailedJob(job)
-        except Exception as e:  # our bug: run_jobs must not take it for one of Hydra's complaints
+        except Exception as e:  # our bug: run_jobs must not report it as an error of the command line
             raise JobBug from e
 
     return wrapped
@@ -86,7 +91,7 @@ def run_jobs(launch: Callable) -> Any:
             result = launch()
     except JobBug as e:
         raise e.__cause__ or e from None
-    except (ValueError, OSError) as e:  # Hydra's way to complain about pos=null, or about a folder it cannot make
+    except (ValueError, OSError) as e:  # raised by Hydra for pos=null, or for a folder that it cannot create
         raise UserError(str(e)) from e
     batches = [batch for batch in result if isinstance(batch, list | tuple)] if isinstance(result, list) else []
     jobs = [job.return_value for batch in batches for job in batch if isinstance(job, JobReturn)]
@@ -96,7 +101,10 @@ def run_jobs(launch: Callable) -> Any:
 
 
 def run_main(main: Callable[[], None], *rewrites: Callable[[str], str]) -> None:
-    """Run a Hydra main function as a command, with each argument rewritten first; report user errors in one line."""
+    """Run a Hydra main function as a command, and report user errors in one line.
+
+    rewrites: functions from one command-line argument to another, applied to sys.argv before Hydra parses it.
+    """
     for rewrite in rewrites:
         sys.argv[1:] = [rewrite(argument) for argument in sys.argv[1:]]
     hydra_utils.run_and_report = user_errors_in_one_line(run_jobs)  # ty: ignore[invalid-assignment]
@@ -104,5 +112,5 @@ def run_main(main: Callable[[], None], *rewrites: Callable[[str], str]) -> None:
 
 
 def exp_selects_runs(argument: str) -> str:
-    """exp=NAME -> trained_with=NAME: among runs to open, only those that were trained with that experiment."""
+    """exp=NAME -> trained_with=NAME, which opens only runs that were trained with that experiment (see 4. above)."""
     return f"trained_with={argument[4:]}" if argument.startswith("exp=") else argument

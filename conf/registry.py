@@ -1,4 +1,4 @@
-"""Encodings, scaling methods, corpora and tasks by name: conf/GROUP/NAME.yaml says `kind: FILE`; FILE.py is the code.
+"""Encodings, scaling methods, corpora and tasks by name: conf/GROUP/NAME.yaml has `kind: FILE`; FILE.py is the code.
 
 The other keys of the yaml are knobs: the parameters of the function or class that FILE.py defines, checked against its
 type hints (`build_from_knobs`). So a new entry is one .py and one .yaml, and no list of names has to be edited.
@@ -25,13 +25,13 @@ ROOT = Path(__file__).parent.parent
 
 
 def choices(group: str) -> list[str]:
-    """The names that GROUP=... accepts: the files of conf/GROUP."""
+    """The names that GROUP=NAME accepts on the command line, sorted: the yaml files of conf/GROUP without suffix."""
     return sorted(p.stem for p in (ROOT / "conf" / group).glob("*.yaml"))
 
 
 @functools.cache
 def _group(group: str) -> dict[str, dict]:
-    """Name -> settings of every yaml of conf/GROUP, parsed one time. To be read, not changed."""
+    """Name -> settings of every yaml of conf/GROUP. Cached for the process, so callers must not modify the result."""
     files = {name: OmegaConf.load(ROOT / "conf" / group / f"{name}.yaml") for name in choices(group)}
     return {name: typing.cast(dict, OmegaConf.to_container(file)) for name, file in files.items()}
 
@@ -66,9 +66,10 @@ def _differences(knobs: dict[str, Any], values: dict[str, Any]) -> dict[str, Any
 
 
 def load_kind(package: str, kind: Any, attribute: str, group: str | None = None) -> Any:
-    """The attribute that PACKAGE/KIND.py defines. UserError if there is no such file or attribute.
+    """The attribute of this name (`scale`, `build`, `documents` ...) in the module PACKAGE.KIND.
 
-    group: the config group in messages, if it is not the package's last name.
+    group: the config group that a message names, if it is not the last part of the package's name. UserError if the
+    module does not exist or has no such attribute; an ImportError inside the module is a bug and is raised as it is.
     """
     group = group or package.rpartition(".")[2]
     if isinstance(kind, str) and kind.isidentifier():
@@ -111,7 +112,7 @@ def has_type(value: Any, hint: Any) -> bool:
         return True
     if isinstance(hint, types.UnionType):
         return any(has_type(value, h) for h in hint.__args__)
-    if hint is float:  # 10000 is a fine float, True is not
+    if hint is float:  # YAML reads 10000 as an int, which is a valid float here; bool is a subclass of int and is not
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)

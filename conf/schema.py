@@ -25,7 +25,7 @@ from conf.registry import choices
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must fulfil, and how an error says so: `must be TEXT`."""
+    """A condition on a value. holds(value) tests it; the error message is `SETTING=VALUE: must be TEXT`."""
 
     holds: Callable[[Any], bool]
     text: str
@@ -70,6 +70,8 @@ def check_rules(settings: Any, prefix: str = "") -> None:
 
 @dataclass
 class ModelConfig:
+    """The network without its positional encoding: the keys of conf/model/*.yaml."""
+
     n_layers: Annotated[int, at_least(1)] = MISSING
     n_heads: Annotated[int, at_least(1)] = MISSING
     n_kv_heads: int | None = None  # None: as many as n_heads; fewer: grouped-query attention
@@ -103,6 +105,8 @@ class ModelConfig:
 
 @dataclass
 class OptimConfig:
+    """AdamW and its learning-rate schedule (engine/optimizer.py): the keys of conf/optim/*.yaml."""
+
     lr: Annotated[float, above(0)] = MISSING  # the peak
     warmup: Annotated[int, at_least(0)] = MISSING  # steps
     final_lr: Annotated[float, SHARE] = 0.0  # at the last step, as a share of the peak
@@ -114,6 +118,12 @@ class OptimConfig:
 
 @dataclass
 class TrainConfig:
+    """All settings of a training; their meaning is documented in conf/train.yaml. They are saved with the run.
+
+    pos, data and scaling are the contents of one yaml of their group: `kind` and the knobs of that kind, which are
+    checked against the signature of the function they are for (conf/registry.py). MISSING: the yaml must set it.
+    """
+
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     pos: dict[str, Any] = field(default_factory=dict)
@@ -123,7 +133,9 @@ class TrainConfig:
     exp: str = ""
     attention: Annotated[str, one_of("softmax", "linear")] = "softmax"
     init: str | None = None  # a trained run whose weights this one starts from
-    pretrained: dict[str, Any] = field(default_factory=dict)  # of that run: run, weights, ctx, tokens (by train.py)
+    # Set by train.py for a run with init=: name and digest of the parent run (run, weights), and the context and number
+    # of tokens of the pre-training (ctx, tokens)
+    pretrained: dict[str, Any] = field(default_factory=dict)
     ctx: Annotated[int, at_least(1)] = MISSING
     positions: Annotated[str, one_of("ordered", "random", "pose")] = "ordered"
     longest: int | None = None  # with positions=random or pose: positions are drawn from 0 .. longest - 1
@@ -148,6 +160,7 @@ class TrainConfig:
     project: str = "ropewalk"
 
 
+# Settings that do not change the trained weights: a run is resumed although they differ (`differences`)
 RUN_CONTROL = ("name", "fresh", "save_every", "log_every", "compile", "kernel", "device", "runs", "cache", "project")
 
 
@@ -158,7 +171,10 @@ ConfigStore.instance().store(name="train_schema", node=TrainConfig)
 
 
 def train_config(cfg: DictConfig) -> TrainConfig:
-    """The checked settings of train.py. UserError names the first wrong one."""
+    """The checked settings of train.py, from Hydra's configuration. UserError names the first wrong one.
+
+    Fills in the defaults that depend on other settings: the run's name, and `longest` for random positions.
+    """
     c: TrainConfig = to_object(cfg, TrainConfig)
     c.compile = c.compile.lower()  # YAML reads true and false as booleans, which arrive as True and False
     c.name = c.name or _default_name(c)
@@ -199,7 +215,7 @@ def from_dict(plain: dict) -> TrainConfig:
 
 
 def differences(new: TrainConfig, old: TrainConfig) -> list[str]:
-    """`key=new (the run has old)` for every setting that shapes the result and differs."""
+    """`KEY=NEW (the run has OLD)` for every setting that differs, except those in RUN_CONTROL."""
     a, b = flatten(asdict(new)), flatten(asdict(old))
     keys = [k for k in {**a, **b} if k not in RUN_CONTROL and a.get(k, "nothing") != b.get(k, "nothing")]
     return [f"{k}={a.get(k, 'nothing')} (the run has {b.get(k, 'nothing')})" for k in keys]
@@ -214,11 +230,14 @@ def flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def to_object(cfg: DictConfig, kind: type[Any]) -> Any:
-    """cfg as a dataclass of this kind. UserError for a missing value, an unknown key or a bad interpolation."""
+    """cfg as an instance of the dataclass `kind`, with nested dataclasses.
+
+    UserError for a missing value, an unknown key, a value of a wrong type or an interpolation that cannot be resolved.
+    """
     with hydra_errors_are_user_errors():
         if missing := OmegaConf.missing_keys(cfg):
             raise UserError(f"{', '.join(sorted(missing))}: must be given a value")
-        # OmegaConf lets +foo=1 through
+        # OmegaConf accepts keys that were added with +KEY=VALUE, although the schema does not have them
         nested = [(f"{f.name}.", cfg[f.name], f.type) for f in fields(kind) if is_dataclass(f.type)]
         for prefix, node, schema in [("", cfg, kind), *nested]:
             known = [f.name for f in fields(schema)]
@@ -232,7 +251,11 @@ def to_object(cfg: DictConfig, kind: type[Any]) -> Any:
 
 
 def _default_name(c: TrainConfig) -> str:
-    """rope, alibi-seed1, rope-tiny-lr0.001: the encoding, then whatever else the command line chose, sorted."""
+    """The run's name from the command line: `rope`, `alibi-seed1`, `rope-tiny-lr0.001`.
+
+    First the encoding (or the parent run), then the chosen groups and the other settings, each sorted by key, so that
+    the order of the arguments does not matter. "run" if the settings were not composed by Hydra.
+    """
     if not HydraConfig.initialized():
         return "run"
     hydra = HydraConfig.get()

@@ -1,7 +1,12 @@
 """A prepared corpus: tokens of the training documents and of the held-out ones, with the tokenizer.
 
-A corpus is prepared one time into memory-mapped files under .cache/, in a folder named by a hash of everything that
-shapes them.
+A corpus is prepared once, as files under .cache/ that are memory-mapped from then on. The name of their folder contains
+a hash of everything that determines their content: the text, the tokenizer and the number of held-out documents.
+
+    train.bin                       the training stream, uint16 or uint32, with END after every document
+    val.bin                         the held-out documents one after another, the longest first
+    ranks.tiktoken, pattern.txt     the tokenizer
+    meta.json                       dtype, names and lengths of the held-out documents, sha256 of the other files
 """
 
 import hashlib
@@ -20,7 +25,7 @@ from conf.errors import UserError, file_errors
 from conf.registry import build_from_knobs, load_kind
 from data import tokenizer
 
-FORMAT = 1  # of the files; raise it when they change
+FORMAT = 1  # version of the files; raise it when their format changes
 DOCUMENTS_AT_ONCE = 1024  # tokenised together: in Python's lists tokens take 10 times the memory of those in the file
 FILES = ("train.bin", "val.bin", "ranks.tiktoken", "pattern.txt")
 TOKENIZER_SETTINGS = ("tokenizer", "vocab_size", "holdout")  # keys of every yaml of conf/data; the others are knobs
@@ -28,13 +33,15 @@ TOKENIZER_SETTINGS = ("tokenizer", "vocab_size", "holdout")  # keys of every yam
 
 @dataclass(frozen=True)
 class Document:
+    """A held-out document. tokens: an integer array [N], without END."""
+
     name: str
     tokens: np.ndarray
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The text that evaluation scores: whole documents that were not trained on, in the model's tokens."""
+    """The text that evaluation scores: complete documents that were not trained on, in tokens of the model."""
 
     key: str  # identifies the text and its tokens
     vocab_size: int
@@ -44,14 +51,21 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Corpus(HeldOut):
-    """A prepared corpus. train is one stream with END after every document; held-out documents stay apart."""
+    """A prepared corpus: in addition to the held-out documents the tokenizer and the training stream.
+
+    train: an integer array [N], all training documents one after another with END after each.
+    """
 
     encoding: tiktoken.Encoding
     train: np.ndarray  # memory-mapped
 
 
 def prepare(cfg: dict, cache: str) -> Corpus:
-    """The corpus that cfg (a yaml of conf/data) names: from the cache if it is there and undamaged, else built now."""
+    """The corpus of these settings (a yaml of conf/data), from the folder `cache` or else built now and stored there.
+
+    The checksums of cached files are compared on every call, and a damaged folder is built again. Safe if several
+    processes call it at the same time. UserError if the text cannot be read or the cache cannot be written.
+    """
     kind = cfg["kind"]
     shaping = {
         "format": FORMAT,
@@ -69,7 +83,7 @@ def prepare(cfg: dict, cache: str) -> Corpus:
             print(f"cache: {folder} is damaged ({e}): preparing it again", file=sys.stderr)
             shutil.rmtree(folder, ignore_errors=True)
     documents = _call_corpus(cfg, "documents")
-    # Built in a temporary folder and renamed, so that a kill or a full disk leaves nothing that looks finished.
+    # Built in a temporary folder and renamed, so that a killed process or a full disk leaves no incomplete folder.
     temporary = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -86,8 +100,11 @@ def prepare(cfg: dict, cache: str) -> Corpus:
 
 
 def split(documents: list[tuple[str, str]], holdout: int) -> tuple[list, list]:
-    """(train, held out). Whole documents: every third one from the longest down is held out, `holdout` at most, so
-    that the held-out ones have room for long contexts and the training ones are like them."""
+    """Split (name, text) pairs into (training documents, held-out documents); no document is cut.
+
+    In the order of decreasing length, every third document is held out, until there are `holdout`. So many held-out
+    documents are long enough for long contexts, and the training documents have similar lengths and content.
+    """
     longest_first = sorted(documents, key=lambda d: (-len(d[1]), d[0]))
     held_out = longest_first[0::3][:holdout]
     names = {name for name, _ in held_out}
@@ -100,7 +117,10 @@ def held_out_texts(cfg: dict) -> list[tuple[str, str]]:
 
 
 def _call_corpus(cfg: dict, function: str) -> Any:
-    """`fingerprint` or `documents` of the corpus that cfg names, called with its knobs."""
+    """Call `fingerprint` or `documents` of the corpus that cfg names with its knobs; the documents as a list.
+
+    An OSError while the files are read becomes a UserError that names the corpus.
+    """
     knobs = {k: v for k, v in cfg.items() if k not in TOKENIZER_SETTINGS}
     with file_errors(f"data={cfg['kind']}"):
         result = build_from_knobs(load_kind("data.corpora", cfg["kind"], function, "data"), knobs, "data")
@@ -108,6 +128,7 @@ def _call_corpus(cfg: dict, function: str) -> Any:
 
 
 def _build(folder: Path, cfg: dict, documents: list[tuple[str, str]]) -> None:
+    """Split and tokenise the documents and write the files of the corpus to an existing folder."""
     train, held_out = split(documents, cfg["holdout"])
     if not train or not held_out:
         n = len(documents)
@@ -138,6 +159,7 @@ def _build(folder: Path, cfg: dict, documents: list[tuple[str, str]]) -> None:
 
 
 def _open(folder: Path, key: str, kind: str) -> Corpus:
+    """The corpus in a folder that `_build` wrote. kind: of the tokenizer. ValueError if a file has changed since."""
     meta = json.loads((folder / "meta.json").read_text())
     for name in FILES:
         if _sha256(folder / name) != meta["sha256"][name]:

@@ -9,7 +9,11 @@ from data.corpus import HeldOut
 
 
 def validation_windows(corpus: HeldOut, ctx: int, windows: int) -> Tensor:
-    """Windows of the held-out documents for the in-window loss, int64 [windows or fewer, ctx + 1], evenly spread."""
+    """Windows of the held-out documents for the validation loss, int64 [at most `windows`, ctx + 1].
+
+    Every document is cut into consecutive windows, and `windows` of them are taken at equal intervals. Short ends are
+    left out. UserError if no document has more than ctx tokens.
+    """
     cuts = [d.tokens[i : i + ctx + 1] for d in corpus.held_out for i in range(0, len(d.tokens) - ctx, ctx)]
     if not cuts:
         raise UserError(f"ctx={ctx}: the longest held-out document has {len(corpus.held_out[0].tokens)} tokens")
@@ -18,10 +22,10 @@ def validation_windows(corpus: HeldOut, ctx: int, windows: int) -> Tensor:
 
 
 def long_documents(corpus: HeldOut, ctx: int, documents: int, start: bool = False) -> tuple[list[str], Tensor]:
-    """(names, int64 [documents or fewer, ctx + 1]): the last ctx + 1 tokens of each held-out document that has as many.
+    """(names, tokens int64 [at most `documents`, ctx + 1]) of held-out documents with more than ctx tokens.
 
-    start: the first ctx + 1 tokens instead. Scoring the last k tokens of an end given its last n, for any n <= ctx,
-    keeps the targets and changes the context alone.
+    The tokens are the last ctx + 1 of each document, or with start=True the first ctx + 1. From the last ones, any
+    context length n <= ctx can be evaluated on the same targets at the end. UserError if no document is long enough.
     """
     fit = [d for d in corpus.held_out if len(d.tokens) > ctx]
     if not fit:

@@ -13,7 +13,11 @@ END = "<|endoftext|>"
 
 
 def build(kind: str, vocab_size: int, texts: Iterable[str]) -> tiktoken.Encoding:
-    """kind is bpe (trained here on texts, vocab_size entries with END), bytes (257) or gpt2 (50257, downloaded)."""
+    """The tokenizer of this kind, with END as its last token.
+
+    bpe: byte-pair encoding, trained on `texts` to vocab_size tokens, END included. bytes: one token for each byte, and
+    END (257 tokens). gpt2: GPT-2's 50,257 tokens, which tiktoken downloads and caches; UserError without a network.
+    """
     if kind == "bpe":
         trainer = rustbpe.Tokenizer()  # ty: ignore[missing-attribute] (rustbpe has no type stubs)
         trainer.train_from_iterator(iter(texts), vocab_size - 1)
@@ -43,6 +47,7 @@ def save(encoding: tiktoken.Encoding, folder: Path) -> None:
 
 
 def load(kind: str, folder: Path) -> tiktoken.Encoding:
+    """The tokenizer that `save` wrote to folder. kind: its name, of use in messages only."""
     # Not tiktoken's load_tiktoken_bpe: that caches by path, and a rebuilt vocabulary has the same path.
     lines = (line.split() for line in (folder / "ranks.tiktoken").read_bytes().splitlines())
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}

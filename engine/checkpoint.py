@@ -16,7 +16,7 @@ import torch
 from conf.errors import OneRankError, UserError, file_errors
 from conf.schema import TrainConfig, from_dict
 
-FORMAT = 1
+FORMAT = 1  # version of ckpt.pt; raise it when its keys change
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
@@ -42,7 +42,11 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
 
 
 def start(run: Path, cfg: TrainConfig) -> None:
-    """Create the run's folder with its settings in config.json; weights of an earlier run (fresh=true) are removed."""
+    """Create the folder of a new run and write its settings to config.json.
+
+    Weights of an earlier run in this folder (fresh=true) are removed first, so that they never appear next to settings
+    that they do not belong to.
+    """
     with file_errors(run):
         (run / "ckpt.pt").unlink(missing_ok=True)
     shutil.rmtree(run / "shards", ignore_errors=True)
@@ -50,17 +54,21 @@ def start(run: Path, cfg: TrainConfig) -> None:
 
 
 def save(run: Path, state: dict[str, Any]) -> None:
+    """Write ckpt.pt of the run in folder `run`, atomically. state: config, model, optimizer, step, corpus, ..."""
     write_atomically(run / "ckpt.pt", lambda f: torch.save({"format": FORMAT, **state}, f))
     shutil.rmtree(run / "shards", ignore_errors=True)  # ckpt.pt replaces them: engine/shards.py
 
 
 def load(run: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The state that `save` was given, plus cfg, its TrainConfig. UserError if the file is missing or damaged."""
+    """The state that `save` wrote, with its tensors on `device`, and under the key cfg its TrainConfig.
+
+    UserError if the file is missing, damaged or from another version.
+    """
     return read(run / "ckpt.pt", device)
 
 
 def read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The same from any file that torch.save wrote for us; only tensors and plain values are unpickled."""
+    """Like `load`, for any file of this format. torch unpickles only tensors and plain values (weights_only=True)."""
     try:
         state = torch.load(path, map_location=device, weights_only=True)
         if not isinstance(state, dict) or state.get("format") != FORMAT:
@@ -75,5 +83,5 @@ def read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def digest(run: Path) -> str:
-    """The sha256 of the checkpoint: it identifies the run's weights."""
+    """The sha256 of the checkpoint in hexadecimal. Curves and fine-tuned runs store it to identify the weights."""
     return hashlib.sha256((run / "ckpt.pt").read_bytes()).hexdigest()

@@ -26,7 +26,11 @@ def compile_blocks(model: GPT) -> None:
 
 
 def should_compile(setting: str, device: torch.device, flops: float) -> bool:
-    """setting: true, false or auto, which compiles on CUDA, and on a CPU if the run is long enough to gain."""
+    """Whether to compile. setting: true, false or auto; flops: of the complete training.
+
+    auto compiles on CUDA, and on a CPU if a C++ compiler is installed and the training is long enough to save more
+    time than the compilation takes.
+    """
     if setting != "auto":
         return setting == "true"
     if device.type == "cuda":

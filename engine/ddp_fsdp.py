@@ -44,6 +44,11 @@ class Losses(nn.Module):
 
 
 class ManyProcesses(OneProcess):
+    """The calls of OneProcess, where they are documented, for the ranks of a torchrun job.
+
+    Creating it joins the job.
+    """
+
     def __init__(self, device: torch.device):
         # gloo beside nccl: what the ranks exchange on the CPU never waits for the GPU
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -56,6 +61,7 @@ class ManyProcesses(OneProcess):
 
     @contextmanager
     def rank0_first(self) -> Generator[None]:
+        # Rank 0 broadcasts None after its body, or its error, which the other ranks raise instead of waiting forever
         error: list[str | None] = [None]
         if rank() > 0:
             dist.broadcast_object_list(error)  # waits for rank 0
@@ -67,7 +73,7 @@ class ManyProcesses(OneProcess):
             yield
         except UserError as e:
             dist.broadcast_object_list([str(e)])
-            raise UserError(str(e)) from None  # of all ranks now, also if only rank 0 met it
+            raise UserError(str(e)) from None  # the plain class, because now every rank raises it
         except Exception:
             dist.broadcast_object_list(["rank 0 failed: see its traceback"])
             raise
@@ -75,8 +81,13 @@ class ManyProcesses(OneProcess):
 
     @contextmanager
     def exit_if_a_rank_dies(self, stop: Any) -> Generator[None]:
-        """Most often the rank's collective breaks. Where it never returns, the main thread cannot see the SIGTERM by
-        which torchrun ends the survivors, and a second thread ends the process."""
+        """See OneProcess. When a rank dies, one of two things happens to the others:
+
+        * The collective they wait in raises a RuntimeError, which becomes a one-line error here.
+        * The collective never returns. torchrun then sends SIGTERM, but Python runs signal handlers in the main thread,
+          which is stuck. So a second thread waits for signals on a pipe, and ends the process if the main thread has
+          not seen the signal after SIGNAL_GRACE seconds.
+        """
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end)  # a signal writes a byte, even while the main thread is in a collective
@@ -108,17 +119,20 @@ class ManyProcesses(OneProcess):
     # ---- values of all ranks ----
 
     def interleave(self, items: list) -> list:
+        # The items are pickled and go through the CPU (gloo), so they need not have the same shape on all ranks
         parts: list[list] = [[]] * world()
         dist.all_gather_object(parts, items)
         return [part[i] for i in range(max(map(len, parts))) for part in parts if i < len(part)]
 
     def shard_work(self, n: int) -> Iterator[tuple[int, bool]]:
+        # n is rounded up to a multiple of the number of ranks; padding repeats items from the start
         return ((i % n, i < n) for i in range(rank(), math.ceil(n / world()) * world(), world()))
 
     def total(self, value: float) -> float:
         return math.fsum(self.interleave([value]))
 
     def any_rank(self, flag: bool) -> bool:
+        # A CPU tensor, for gloo: with nccl every step would wait for the GPU
         flags = torch.tensor(int(flag))
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         return bool(flags)

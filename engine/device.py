@@ -11,7 +11,10 @@ from engine import distributed
 
 
 def start(device: str, kernel: str) -> torch.device:
-    """The device to compute on, with the rotation's implementation chosen and the ranks of a torchrun job joined."""
+    """Prepare a command: pick the device, select the implementation of the rotation, and join the torchrun job.
+
+    device: auto, cpu, cuda or cuda:1. kernel: auto, triton or torch. UserError if one of them cannot be used here.
+    """
     chosen = pick_device(device)
     try:
         kernels.choose(kernel, chosen)
@@ -22,7 +25,11 @@ def start(device: str, kernel: str) -> torch.device:
 
 
 def pick_device(name: str) -> torch.device:
-    """name, or for auto a GPU if there is one. Under torchrun each process of a machine takes a different GPU."""
+    """The torch device of this name; auto is cuda if there is a GPU, else cpu.
+
+    Under torchrun each process of a machine uses the GPU with the number of its LOCAL_RANK. UserError if the device
+    does not exist or cannot allocate memory.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and distributed.world() > 1:
@@ -40,7 +47,10 @@ def pick_device(name: str) -> torch.device:
 
 
 def uses_bfloat16(device: torch.device, dtype: str) -> bool:
-    """Whether to compute in bfloat16: as dtype says, or, with dtype=auto, where the hardware supports it."""
+    """Whether to compute in bfloat16. dtype: float32, bfloat16, or auto, where the hardware decides.
+
+    auto means yes only for bfloat16 units in hardware: on a GPU without emulation, on a CPU AMX or AVX512-BF16.
+    """
     if dtype != "auto":
         return dtype == "bfloat16"
     if device.type == "cuda":
@@ -49,4 +59,5 @@ def uses_bfloat16(device: torch.device, dtype: str) -> bool:
 
 
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager:
+    """torch.autocast to bfloat16, disabled where `uses_bfloat16` is false. Weights are float32 in either case."""
     return torch.autocast(device.type, torch.bfloat16, enabled=uses_bfloat16(device, dtype))

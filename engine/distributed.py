@@ -56,7 +56,10 @@ class OneProcess:
         """UserError unless the value is the same on all ranks (a folder that only some machines see)."""
 
     def interleave(self, items: list) -> list:
-        """The items of all ranks, one of each in turn: rank 0, rank 1, ..., rank 0 again."""
+        """The items of all ranks, in the order first item of rank 0, of rank 1, ..., second item of rank 0, ...
+
+        The inverse of distributing items by items[rank::world]. Items must be picklable; every rank gets all of them.
+        """
         return items
 
     def shard_work(self, n: int) -> Iterator[tuple[int, bool]]:
@@ -97,11 +100,15 @@ _ranks = OneProcess()
 
 
 def ranks() -> OneProcess:
+    """The calls to the other ranks of this job; ManyProcesses after `join` under torchrun."""
     return _ranks
 
 
 def join(device: torch.device) -> OneProcess:
-    """Join the other processes of a torchrun job, one time for all jobs of a sweep; ranks above 0 are silent."""
+    """Join the other processes of a torchrun job; afterwards ranks above 0 print nothing.
+
+    The jobs of a sweep share one process group, so later calls change nothing.
+    """
     global _ranks
     if world() > 1 and type(_ranks) is OneProcess:
         from engine.ddp_fsdp import ManyProcesses

@@ -37,7 +37,10 @@ def inherit(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def describe(cfg: TrainConfig, factor: float) -> str:
-    """Where the run starts from, and what changes. factor: of the scaling that it is trained with."""
+    """For the start of a training: the parent run, its context and tokens, and the settings that differ now.
+
+    factor: the extension factor of the scaling that the run is trained with.
+    """
     parent, scaling = cfg.pretrained, describe_knobs("scaling", cfg.scaling)
     return (
         f"from {cfg.runs}/{cfg.init}: pre-trained at ctx {parent['ctx']} on {parent['tokens']:,} tokens; "
@@ -46,6 +49,9 @@ def describe(cfg: TrainConfig, factor: float) -> str:
 
 
 def describe_cost(cfg: TrainConfig) -> str:
-    """The cost as a share of the pre-training: a method that looks cheap in steps can be expensive."""
+    """The number of training tokens, and their share of the pre-training in %.
+
+    The share makes toy and full scale comparable: few steps can be a large part of a short pre-training.
+    """
     tokens, before = cfg.steps * cfg.batch_tokens, cfg.pretrained["tokens"]
     return f"{tokens:,} tokens, {100 * tokens / before:.2g} % of the pre-training's {before:,}"

@@ -4,8 +4,9 @@ import torch
 
 from engine.device import uses_bfloat16
 
-# Dense bfloat16 matrix FLOP/s with float32 sums, from NVIDIA's data sheets; a name's first match counts. The sheets of
-# Hopper and later quote twice as much, with sparsity.
+# Dense bfloat16 matrix FLOP/s with float32 accumulation, from NVIDIA's data sheets. The first name that matches counts,
+# so "H100 PCIe" stands before "H100". The sheets of Hopper and later print twice these numbers, which are with
+# sparsity.
 PEAKS = {
     "A100": 312e12, "A800": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12,
     "H800": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "L40S": 362e12, "L4": 121e12,
@@ -20,5 +21,6 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def peak_of(gpu: str) -> float | None:
+    """FLOP/s of the GPU with this name, as torch.cuda.get_device_name returns it; None if it is not in PEAKS."""
     words = f" {gpu.replace('-', ' ')} "
     return None if " MIG " in words else next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)

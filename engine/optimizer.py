@@ -7,7 +7,10 @@ from conf.schema import OptimConfig
 
 
 def learning_rate(step: int, steps: int, o: OptimConfig) -> float:
-    """Linear warm-up over o.warmup steps, then linear decay to o.final_lr * o.lr at the end."""
+    """The learning rate of step 0 .. steps - 1: linear warm-up over o.warmup steps, then linear decay.
+
+    It reaches o.lr at the end of the warm-up and would be o.final_lr * o.lr at step `steps`.
+    """
     if step < o.warmup:
         return o.lr * (step + 1) / o.warmup
     left = (steps - step) / max(1, steps - o.warmup)

@@ -8,7 +8,10 @@ from engine import distributed
 
 
 def progress_bar(total: int, done: int = 0, hidden: bool = False) -> tqdm:
-    """A bar that counts tokens, on rank 0 only; a line every 15 s where the output is not a terminal."""
+    """A progress bar that counts tokens, on rank 0 only; in a log file it prints a line every 15 s.
+
+    total: tokens; done: tokens that an earlier part of the run has processed; hidden: print nothing.
+    """
     return tqdm(
         total=total, initial=done, unit="tok", unit_scale=True, dynamic_ncols=True,
         mininterval=0.5 if sys.stderr.isatty() else 15, disable=hidden or distributed.rank() > 0,

@@ -12,7 +12,11 @@ from engine import checkpoint, distributed
 
 
 def saved_state(cfg: TrainConfig, folder: Path, device: torch.device) -> dict[str, Any] | None:
-    """The last checkpoint of this run; None without one, or with fresh=true. UserError if its settings differ."""
+    """The last checkpoint of the run in folder, with its tensors on device; None without one, or with fresh=true.
+
+    UserError if it was trained with other settings (except RUN_CONTROL of conf/schema.py), if it is damaged, or if the
+    ranks see different checkpoints. Shards are not loaded here but in `restore`: the state then has the key `folder`.
+    """
     state = None
     with file_errors(folder):
         saved, sharded = (folder / "ckpt.pt").exists(), (folder / "shards").exists()
@@ -29,7 +33,7 @@ def saved_state(cfg: TrainConfig, folder: Path, device: torch.device) -> dict[st
 
 
 def restore(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load what saved_state returned into model and optimizer."""
+    """Load weights and optimizer state of a checkpoint from `saved_state` into model and optimizer, in place."""
     if "folder" in state:
         from engine import shards
 
@@ -42,7 +46,11 @@ def restore(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Opti
 def save(
     folder: Path, values: dict, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool, final: bool
 ) -> None:
-    """Write values (settings, step, corpus, ...), weights and optimizer state. All ranks call this together."""
+    """Write a checkpoint: values (settings, step, corpus ...), weights and optimizer state. All ranks call it.
+
+    sharded: every rank writes its part, except in the final checkpoint, which is always the one portable ckpt.pt.
+    UserError if it cannot be written; the previous checkpoint is then unchanged.
+    """
     if not sharded:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     else:

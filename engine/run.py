@@ -23,7 +23,7 @@ from model.scaling import ContextChange, NotApplicable, TrainedContext, override
 
 @dataclass(frozen=True)
 class Run:
-    """A trained run: settings, weights, corpus and the context it was trained at."""
+    """A trained run, opened for evaluation or generation: settings, weights, corpus and trained context."""
 
     name: str
     reason: str  # why this run was opened, for the first line of output
@@ -42,10 +42,11 @@ class Run:
         cls, name: str | None, *, runs: str, cache: str, device: torch.device | str = "cpu",
         ctx: int = 1, scalings: Sequence[dict] = (), exp: str | None = None,
     ) -> "Run":  # fmt: skip
-        """The run of that name, or, for None, the newest one that fits: that can be evaluated at ctx with scalings.
+        """Open the run runs/NAME, or for None the newest run that can be evaluated at ctx tokens with these scalings.
 
-        scalings: the knobs of a scaling method and of those added to it. exp: only runs that were trained with that
-        experiment. UserError if there is none, or if its corpus has changed since it was trained.
+        scalings: the knobs of a scaling method and of those added to it. exp: with name None, only runs that were
+        trained with that experiment. cache: the folder of prepared corpora. UserError if there is no such run, or if
+        its corpus has changed since it was trained.
         """
         name, reason = pick_run(name, runs, ctx, scalings, exp)
         folder = Path(runs) / name
@@ -60,13 +61,17 @@ class Run:
         return cls(name, reason, folder, cfg, model, corpus, context, state["step"], digest, state["validation"])
 
     def trained_scaling(self, n: int) -> ContextChange:
-        """The scaling that the run was trained with, as it applies at length n."""
+        """The change by the scaling that the run was trained with, when it processes n tokens.
+
+        Our runs keep the scaling of their training context at every length; Hugging Face models may compute it from n.
+        """
         return gpt.trained_scaling(self.cfg, self.context, n if self.scaling_follows_length else None)
 
     def change(self, scalings: Sequence[dict], n: int, ctx: int) -> ContextChange:
-        """What evaluating at length n with these scalings changes, in addition to what the run was trained with.
+        """The change by the requested scalings at length n, combined with the one that the run was trained with.
 
-        ctx: the longest length of the evaluation, which scaling.factor=fixed refers to.
+        A requested method that changes frequencies replaces the trained one (model/scaling, `override`). ctx: the
+        longest length of the evaluation, tokens, to which scaling.factor=fixed refers.
         """
         requested = resolve(scalings[0], self.context, n, ctx, scalings[1:])
         return override(self.trained_scaling(n), requested)
@@ -98,7 +103,10 @@ def check_fits(cfg: TrainConfig, encoding: Encoding, ctx: int, scalings: Sequenc
 def pick_run(
     name: str | None, runs: str, ctx: int, scalings: Sequence[dict], exp: str | None = None
 ) -> tuple[str, str]:
-    """(name of the run to open, the reason): the one named, or the newest that fits. UserError if there is none."""
+    """(name of the run to open, the reason for the choice, which is printed). See Run.open for the arguments.
+
+    Runs that do not fit are skipped and listed in the reason. UserError if no run fits.
+    """
     found = find_runs(runs)
     if name is not None:
         cfg = next((c for n, c in found if n == name), None)

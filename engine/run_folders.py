@@ -8,7 +8,10 @@ from conf.schema import TrainConfig, from_dict
 
 
 def find_runs(runs: str) -> list[tuple[str, TrainConfig]]:
-    """(name, settings) of every run under runs/ that has a checkpoint, newest first."""
+    """(name, settings) of every run in the folder `runs` that has a checkpoint, newest first.
+
+    Only config.json is read, not the weights. Folders that are not runs are ignored.
+    """
     newest_first = sorted(Path(runs).glob("*/ckpt.pt"), key=lambda p: p.stat().st_mtime, reverse=True)
     found = []
     for path in newest_first:

@@ -16,7 +16,10 @@ from engine import checkpoint, distributed
 
 
 def newest(run: Path) -> dict[str, Any] | None:
-    """What was saved beside the tensors at the last complete checkpoint, with its folder; None if there is none."""
+    """The values of the last complete sharded checkpoint without its tensors; None if there is none.
+
+    The key `folder` is the folder of its shards, for `restore`.
+    """
     steps = [int(p.parent.name) for p in (run / "shards").glob("*/plain.pt")]
     if not steps:
         return None
@@ -25,7 +28,11 @@ def newest(run: Path) -> dict[str, Any] | None:
 
 
 def save(run: Path, plain: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Every rank saves its part. plain.pt is written last, so a folder that has it is complete; then older ones go."""
+    """Every rank writes its shard of weights and optimizer state to runs/NAME/shards/STEP. All ranks call it together.
+
+    plain: the other values of the checkpoint. They are written last, to plain.pt, so a folder that contains plain.pt is
+    complete. Then rank 0 deletes the older checkpoints.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -44,7 +51,8 @@ def save(run: Path, plain: dict[str, Any], model: nn.Module, optimizer: torch.op
 
 
 def restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Fill model and optimizer from the parts in folder, whatever number of ranks wrote them."""
+    """Load the shards in folder into model and optimizer, in place. The number of ranks may differ from when they were
+    written: torch.distributed.checkpoint redistributes the shards."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

@@ -6,7 +6,11 @@ from engine import distributed
 
 
 class StopSignal:
-    """While it is open, Ctrl-C and SIGTERM set a flag for the loop to check; a second Ctrl-C ends at once."""
+    """Context manager in which SIGINT (Ctrl-C) and SIGTERM only set a flag; bool(stop) is the flag.
+
+    The loop checks the flag after each step, saves and exits with `exit_code`. A second Ctrl-C ends the process at
+    once. On exit the previous signal handlers are restored.
+    """
 
     def __init__(self) -> None:
         self.number = 0  # of the signal that came
@@ -29,4 +33,5 @@ class StopSignal:
 
     @property
     def exit_code(self) -> int:
+        """128 + the number of the signal, the convention of shells."""
         return 128 + (self.number or signal.SIGTERM)  # no signal here: another rank received it

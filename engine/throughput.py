@@ -9,7 +9,10 @@ from engine import distributed
 
 
 def flops_per_token(n_parameters: int, m: ModelConfig, ctx: int) -> int:
-    """Of training: 6 N + 12 L H Q T (PaLM, Chowdhery et al., arXiv 2204.02311, appendix B), N all parameters."""
+    """FLOPs of training per token: 6 N + 12 L H Q T (PaLM, Chowdhery et al., arXiv 2204.02311, appendix B).
+
+    N parameters, all of them; L layers, H heads, Q head width, T = ctx. Recomputation is not counted.
+    """
     return 6 * n_parameters + 12 * m.n_layers * m.n_heads * m.head_width * ctx
 
 
@@ -30,7 +33,10 @@ class Throughput:
         self.began, self.step = time.monotonic(), step
 
     def measure(self, step: int) -> dict[str, float]:
-        """{"tokens_per_s": ...} of all ranks together, and "mfu" where the peak is known."""
+        """The speed since the last restart: {"tokens_per_s": of all ranks together, "mfu": 0 to 1}.
+
+        mfu: model FLOPs per second divided by the peak of all GPUs; the key is missing if the peak is not known.
+        """
         tokens_per_s = (step - self.step) * self.batch_tokens / (time.monotonic() - self.began)
         mfu = {"mfu": tokens_per_s * self.flops / (self.peak * distributed.world())} if self.peak else {}
         return {"tokens_per_s": tokens_per_s, **mfu}

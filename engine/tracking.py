@@ -1,4 +1,4 @@
-"""The start of a wandb run, online or offline."""
+"""wandb runs, online or offline: a problem with wandb never stops a training or an evaluation."""
 
 import contextlib
 import os
@@ -12,10 +12,11 @@ from engine import distributed
 
 @contextmanager
 def tracker(project: str, job_type: str, group: str, name: str, config: dict, step_metric: str) -> Generator[Any]:
-    """A wandb run that needs no account and no network, never asks, and never ends the work that it logs.
+    """Context manager: a wandb run that needs no account and no network and never asks for a login.
 
-    WANDB_MODE decides; without it, online if this machine is logged in, else offline. All `job_type/*` curves are
-    drawn against step_metric, so the curves of several runs share an axis.
+    WANDB_MODE sets the mode; without it, online if this machine is logged in, else offline. If a mode does not start,
+    the next one is tried, and `disabled` always starts. All metrics `job_type/*` are drawn against step_metric, so
+    that the curves of several runs share an axis. Ranks above 0 get a disabled run.
     """
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb

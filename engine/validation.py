@@ -15,7 +15,10 @@ from model.scaling import ContextChange
 
 
 class Validation:
-    """cfg.val_windows held-out windows of ctx tokens, evenly spread."""
+    """The validation of a training: the loss on cfg.val_windows held-out windows of ctx tokens.
+
+    The windows are the same at every validation, and every token of a window is scored.
+    """
 
     def __init__(self, corpus: HeldOut, cfg: TrainConfig, device: torch.device):
         windows = validation_windows(corpus, cfg.ctx, cfg.val_windows)  # int64 [windows, ctx + 1]
@@ -26,7 +29,10 @@ class Validation:
 
     @torch.no_grad()
     def measure(self, model: GPT, change: ContextChange) -> dict[str, float]:
-        """{"loss": nats per token, "ppl": perplexity, "bits_per_byte": ...}"""
+        """{"loss": nats per token, "ppl": exp(loss), "bits_per_byte": total loss in bits / bytes of the scored text}.
+
+        change: the scaling that the run is trained with. Ranks share the windows; all of them call it together.
+        """
         ranks, nats = distributed.ranks(), 0.0
         with torch.compiler.set_stance("force_eager"):  # two passes do not repay a compile
             for i, counts in ranks.shard_work(len(self.passes)):
@@ -39,4 +45,5 @@ class Validation:
 
 
 def describe_validation(v: dict[str, float]) -> str:
+    """One line about the result of Validation.measure."""
     return f"loss {v['loss']:.3f} nats/token, perplexity {v['ppl']:.2f}, {v['bits_per_byte']:.3f} bits/byte"

@@ -1,4 +1,7 @@
-"""config.json of a Hugging Face checkpoint: every key is read, known to be harmless, off, or refused by its name."""
+"""config.json of a Hugging Face checkpoint.
+
+Every key must be read by our code, be in HARMLESS, or have a value that turns it off; any other key is an error.
+"""
 
 import json
 from pathlib import Path
@@ -20,7 +23,10 @@ HARMLESS = """
 
 
 class Config:
-    """The values of config.json. It remembers which keys were read, so that `finish` can refuse the others."""
+    """The values of config.json. It records the keys that were read, so that `finish` can report any other key.
+
+    UserError if the file is missing or is not a JSON object.
+    """
 
     def __init__(self, folder: Path):
         self.path = folder / "config.json"
@@ -40,7 +46,7 @@ class Config:
         return next((self.values[key] for key in keys if self.values.get(key) is not None), default)
 
     def count(self, *keys: str, default: int | None = None) -> int:
-        """The same for a whole number of at least 1. UserError if it is something else, or missing without default."""
+        """Like `get`, for a whole number of at least 1. UserError for another value, or for none without a default."""
         value = self.get(*keys, default=default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.refuse(keys[0], value, "must be a whole number of at least 1")

@@ -26,7 +26,10 @@ ACTIVATIONS = {"silu": "swiglu", "gelu": "gelu_exact"} | dict.fromkeys(
 
 
 class ByHead(str):
-    """A fused qkv whose rows are [q | k | v] of one head after another; ours are q of all heads, then k, then v."""
+    """The name of a fused qkv module whose rows are q, k and v of the first head, then of the second head, and so on.
+
+    In our qkv the rows are q of all heads, then k of all heads, then v of all heads.
+    """
 
 
 class Table(NamedTuple):
@@ -82,9 +85,10 @@ HEADS = ("lm_head.weight", "embed_out.weight")  # a file may have either in plac
 
 
 def place(table: Table, m: ModelConfig, name: str, rows: int) -> tuple[dict[str, int], bool]:
-    """Where a checkpoint keeps our parameter of this name: ({name there: its number of rows}, whether it is by head).
+    """The tensors of a checkpoint that make up our parameter: ({tensor name: number of rows}, whether it is ByHead).
 
-    KeyError if the table has no entry for it.
+    name, rows: of our parameter. Several tensors are concatenated along their rows, in this order. KeyError if the
+    table has no entry for the parameter.
     """
     module, _, kind = name.rpartition(".")  # kind: weight or bias
     if module.startswith("blocks."):
@@ -103,9 +107,10 @@ def place(table: Table, m: ModelConfig, name: str, rows: int) -> tuple[dict[str,
 def to_ours(
     table: Table, m: ModelConfig, shapes: Mapping[str, torch.Size], take: Callable[[str, tuple[int, ...]], Tensor]
 ) -> dict[str, Tensor]:
-    """Our state dict, read from a checkpoint. shapes: those of all our parameters, by name.
+    """Our state dict from a checkpoint's tensors.
 
-    take(name, shape): the checkpoint's tensor of that name, checked to have that shape.
+    shapes: name -> shape of all our parameters. take(name, shape): returns the checkpoint's tensor of that name, after
+    a check of its shape.
     """
     ours = {}
     for name, (rows, *columns) in shapes.items():
@@ -140,11 +145,12 @@ Settings = tuple[ModelConfig, dict, RopeSettings]  # model, the knobs of pos, an
 
 
 def rope_pos(base: float, D: int, rotary_dim: int, interleaved: bool = False) -> dict:
+    """The knobs of pos=rope for heads of width D of which the first rotary_dim dimensions are rotated."""
     return {"kind": "rope", "base": base, "interleaved": interleaved, "rotary_fraction": rotary_dim / D}
 
 
 def activation(c: Config, key: str, gated: bool) -> str:
-    """model.mlp for the activation that config.json names."""
+    """Our model.mlp for the activation in config.json[key]. gated: whether the family has a gate in its MLP."""
     name = c.get(key)
     mlp = ACTIVATIONS.get(name) if isinstance(name, str) else None
     if mlp is None or (mlp == "swiglu") != gated:
@@ -154,7 +160,11 @@ def activation(c: Config, key: str, gated: bool) -> str:
 
 
 def llama(c: Config, ctx: int, train_ctx: int | None) -> Settings:
-    """Llama 2/3, SmolLM2, Mistral, Qwen2, Qwen3, and Arcee, which is Llama without the gate."""
+    """Llama 2/3, SmolLM2, Mistral, Qwen2, Qwen3, and Arcee, which is Llama without the gate.
+
+    For this and the other families: ctx is the longest length to evaluate, tokens. train_ctx: the context of the
+    pre-training from the command line, or None. UserError for a setting that our GPT does not have.
+    """
     kind, H, width = c.get("model_type"), c.count("num_attention_heads"), c.count("hidden_size")
     out_bias = kind in ("llama", "arcee", "qwen3") and bool(c.get("attention_bias"))
     m = ModelConfig(

@@ -1,7 +1,7 @@
 """Open a local Hugging Face checkpoint as a Run: config.json, *.safetensors and tokenizer.json, never a pickle.
 
-Whatever a config asks for and we do not have is refused by its name; the tests hold the logits of every family and rope
-type to those of transformers.
+A setting in config.json that our GPT does not have is an error that names it. The tests compare the logits of every
+family and rope type with those of transformers.
 """
 
 import hashlib
@@ -41,9 +41,10 @@ def open_hf(
 ) -> Run:
     """The checkpoint in folder path as a Run, to be evaluated at up to ctx tokens with these scalings.
 
-    train_ctx: the context it was pre-trained at, where config.json does not contain it. data: a yaml of conf/data,
-    whose held-out documents, in the checkpoint's tokens, become the run's text; None or empty: sympy. UserError for
-    anything in the folder that is missing, damaged or not supported, NotApplicable for a scaling that does not fit.
+    train_ctx: the context of the pre-training, tokens, where config.json does not contain it. data: the settings of a
+    corpus (a yaml of conf/data), whose held-out documents are scored, in tokens of the checkpoint's tokenizer; None or
+    empty: sympy. runs: the folder under which the curves are written. UserError for anything in the folder that is
+    missing, damaged or not supported, NotApplicable for a scaling that does not apply to the model.
     """
     folder = Path(path).expanduser()
     cfg, weights, vocab_size = read(folder, ctx, train_ctx)
@@ -68,7 +69,10 @@ def open_hf(
 
 
 def read(folder: Path, ctx: int, train_ctx: int | None = None) -> tuple[TrainConfig, dict[str, Tensor], int]:
-    """(settings, weights, vocabulary size) of the checkpoint in folder, to be evaluated at up to ctx tokens."""
+    """(settings, our state dict, vocabulary size) of the checkpoint in folder, to be evaluated at up to ctx tokens.
+
+    The name of the run is hf-FOLDER. UserError as in `open_hf`.
+    """
     if not folder.is_dir():
         raise UserError(f"run=hf:{folder}: no such folder; it must be a local Hugging Face checkpoint")
     c = Config(folder)
@@ -94,9 +98,10 @@ def read_weights(folder: Path, cfg: TrainConfig, vocab_size: int, family: Family
     with torch.device("meta"):  # for the names and shapes of its parameters only
         model = gpt.GPT(cfg.model, gpt.build_encoding(cfg), vocab_size)
     shapes = {name: p.shape for name, p in model.state_dict().items()}
-    files = open_tensors(folder)  # without those that were taken
+    files = open_tensors(folder)
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
+        """Remove a tensor from `files` and load it, in float32. What is left in `files` at the end has no place."""
         present = [n for n in (name, *(HEADS if name in HEADS else ())) if n in files]
         if not present:
             raise UserError(f"{folder}: its safetensors have no {name}")
@@ -183,9 +188,10 @@ def read_corpus(folder: Path, data: dict, vocab_size: int) -> HeldOut:
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
-    """How many bytes of text each token stands for, int64 [V].
+    """The length in bytes of each token's text, int64 [V], for bits per byte.
 
-    Byte-level vocabularies have one character for each byte; SentencePiece's have ▁ for a space and <0x41> for a byte.
+    In byte-level vocabularies each character of a token stands for one byte. In SentencePiece's, ▁ stands for a space,
+    and <0x41> for a single byte.
     """
     byte_level = "ByteLevel" in json.dumps(json.loads(tokenizer.to_str())["decoder"])
     sizes = np.zeros(vocab_size, dtype=np.int64)

@@ -1,7 +1,8 @@
 """Rope types: Hugging Face's rope_parameters as our base and scaling method, and back.
 
-`ROPE_TYPES` pairs each rope type with a scaling method of ours, whose knobs have the names of its parameters unless
-`RENAMED`; `read_rope` and `rope_parameters` are the two directions.
+`ROPE_TYPES` maps each rope type to one of our scaling methods. The knobs of the method have the same names as the
+parameters of the rope type, except for those in `RENAMED`. `read_rope` converts config.json to our settings,
+`rope_parameters` back.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ ROPE_TYPES = {
     "llama3": RopeType("llama3", ("factor", "low_freq_factor", "high_freq_factor")),
     "longrope": RopeType("longrope", ("factor", "long_factor", "short_factor", "attention_factor")),
 }
-# (our method, their parameter) -> our knob, where it has another name
+# (our method, parameter in config.json) -> our knob, where the two names differ
 RENAMED = {
     ("dynamic_hf", "factor"): "hf_factor",  # it is not the extension factor: model/scaling/dynamic_hf.py
     ("longrope", "long_factor"): "long",
@@ -50,14 +51,19 @@ WRITTEN_AS = {ROPE_TYPES[name].kind: name for name in ("default", "linear", "yar
 
 
 class RopeSettings(NamedTuple):
+    """The rotation that a config.json describes, and the contexts of the model."""
+
     base: float
-    scaling: dict  # knobs, as conf/scaling has them
+    scaling: dict  # kind and knobs, as in a yaml of conf/scaling
     train_ctx: int  # L, tokens: the context that the frequencies were pre-trained at
     longest_ctx: int  # the longest context that the model was trained for
 
 
 def rope_object(c: Config) -> tuple[str, dict]:
-    """(key, a copy of its value): rope_parameters, or rope_scaling as configs before transformers 5 call it."""
+    """(key, a copy of its value): rope_parameters, or rope_scaling, its name before transformers 5.
+
+    The value is empty if there is no such key. UserError if both are there with different values.
+    """
     parameters, legacy = c.get("rope_parameters") or {}, c.get("rope_scaling")
     if legacy and parameters and parameters != legacy:
         raise c.refuse("rope_scaling", legacy, "rope_parameters has other values")

@@ -1,6 +1,7 @@
 """Write a trained run as a Hugging Face checkpoint: config.json, model.safetensors and tokenizer.json.
 
-What transformers cannot express, encodings and scalings above all, is refused by its name; nothing is approximated.
+A setting that transformers cannot express, in particular an encoding or a scaling, is an error that names it; nothing
+is approximated.
 """
 
 import json
@@ -68,8 +69,9 @@ def write_checkpoint(run: Run, out: Path) -> str:
 
 
 def architecture(m: ModelConfig) -> str:
-    """The transformers model_type that computes what this model does. UserError if there is none."""
+    """The model_type of transformers that computes the same function as this model. UserError if there is none."""
     gated = m.mlp == "swiglu"
+    # setting -> whether its value, with the other settings, rules out every model_type that we write
     cannot = {
         "norm": m.norm != "rms",
         "residual": m.residual != "serial",
@@ -124,8 +126,9 @@ def config(cfg: TrainConfig, vocab_size: int, end: int, hidden: int, rope: dict)
 def in_hf_form(m: ModelConfig, state: Mapping[str, Tensor], interleaved: bool) -> dict[str, Tensor]:
     """Our state dict with QK-norm weights, and with the dimensions of each q and k head in Hugging Face's order.
 
-    Llama rotates pairs (i, i + D/2), so our interleaved pairs (2i, 2i + 1) are moved there: a score is a sum over
-    dimensions in any order. QK-norm without weights is QK-norm with weights of 1.
+    Llama rotates pairs (i, i + D/2). Our interleaved pairs (2i, 2i + 1) are permuted to these places, which does not
+    change a score, because it is a sum over the dimensions of a head. QK-norm without weights becomes QK-norm with
+    weights of 1.
     """
     D = m.head_width
     ones = {f"blocks.{i}.attention.qk_norms.{j}.weight": torch.ones(D) for i in range(m.n_layers) for j in (0, 1)}
@@ -147,10 +150,11 @@ def in_hf_form(m: ModelConfig, state: Mapping[str, Tensor], interleaved: bool) -
 
 
 def tokenizer_json(encoding: tiktoken.Encoding) -> dict:
-    """The tokenizers package's form of our byte pairs.
+    """The content of tokenizer.json for our byte-pair vocabulary: the same text has the same token ids.
 
-    tiktoken joins the pair whose union has the lowest rank, so each way to split a token in two is a merge, in the
-    order of the tokens' ranks.
+    tiktoken repeatedly joins the two neighbours whose concatenation has the lowest rank. The tokenizers package has a
+    list of merges instead. So every way to split a token into two tokens becomes a merge, in the order of the tokens'
+    ranks.
     """
     ranks, letters = encoding._mergeable_ranks, byte_letters()
 
@@ -184,7 +188,10 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict:
 
 
 def byte_letters() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies (GPT-2): itself, or one from 256 on."""
+    """The character for each byte 0 .. 255 in byte-level vocabularies, as in GPT-2.
+
+    A printable byte is its Latin-1 character; the others are the characters from code point 256 on.
+    """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(b if b in printable else next(others)) for b in range(256)]

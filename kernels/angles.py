@@ -1,8 +1,8 @@
 """Exact angles from integer phases, and the rotation by them, in plain torch.
 
-A frequency is kept as turns per position in 64-bit fixed point: position * phase then wraps modulo 2^64, and that
-wrap *is* the exact reduction modulo 2 pi. The angle's error is about 2e-7 at every position up to 2^30, where a
-float32 table of angles is already off by 3e-2 at position one million.
+A frequency is stored as rotations per position in 64-bit fixed point. The integer product position * phase overflows
+modulo 2^64, which is one rotation, so the overflow is the exact reduction modulo 2 pi. The error of an angle is about
+2e-7 at every position up to 2^30. A float32 table of angles has an error of 3e-2 at position one million.
 
 Letters: B batch, T time, H heads of q, G heads of k, D head width, P rotary pairs.
 """
@@ -14,15 +14,15 @@ from torch import Tensor
 
 
 def phase(inv_freq: Tensor) -> Tensor:
-    """Frequencies in radians per position, float64 [P] -> turns per position times 2^64, int64 [P].
+    """Frequencies in radians per position, float64 [P] -> rotations per position times 2^64, int64 [P].
 
     ValueError: inv_freq is not float64, whose 53 bits the phase needs.
     """
     if inv_freq.dtype != torch.float64:
         raise ValueError(f"inv_freq has dtype {inv_freq.dtype}: must be float64, or the phase is not exact")
     turns = inv_freq / (2 * math.pi)
-    turns = turns - turns.round()  # in [-1/2, 1/2]: a full turn changes nothing
-    # In two halves, since a float64 cannot hold 2^63 - 1: the cast of exactly +1/2 turn would overflow.
+    turns = turns - turns.round()  # in [-1/2, 1/2]: a full rotation changes nothing
+    # Converted in two halves of 32 bits: a float64 cannot represent 2^63 - 1, so the cast of +1/2 would overflow.
     high = (turns * 2**32).floor()
     low = ((turns * 2**32 - high) * 2**32).round()
     return (high.to(torch.int64) << 32) + low.to(torch.int64)
@@ -37,7 +37,7 @@ def cos_sin(phase: Tensor, positions: Tensor, start: Tensor | int = 0) -> tuple[
         raise ValueError(
             f"positions have dtype {positions.dtype}: must be int32 or int64 (bfloat16 skips integers past 256)"
         )
-    # The product wraps modulo 2^64, that is modulo full turns. Shifted, it is in units of 2^-32 turn, within an int32.
+    # The product overflows modulo 2^64, that is modulo full rotations. Shifted by 32 bits it counts 2^-32 rotations.
     turns = (positions.to(torch.int64).unsqueeze(-1) * phase + start) >> 32
     angle = turns.to(torch.float32) * (2 * math.pi / 2**32)
     return angle.cos(), angle.sin()
@@ -47,7 +47,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     """Rotate the first 2 P dimensions of x [B, T, H, D] by cos, sin [T, P] or [B, T, P]; the rest passes through.
 
     interleaved pairs (x_2i, x_2i+1) as RoFormer, GPT-J and Meta's Llama do; otherwise split pairs (x_i, x_i+P) as
-    GPT-NeoX and Hugging Face's Llama do. Computed in float32 and rounded once to x's dtype.
+    GPT-NeoX and Hugging Face's Llama do. Computed in float32 and rounded once to x's dtype. Returns a new tensor.
     """
     P = cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [..., T, 1, P]: one angle for all heads

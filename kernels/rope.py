@@ -37,7 +37,7 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     """Rotate q [B, T, H, D] and k [B, T, G, D] by their positions -> new tensors of the same shapes and dtype.
 
-    phase: int64 [P], turns per position times 2^64 (see rope_torch.phase). The first 2 P of the D dimensions are
+    phase: int64 [P], rotations per position times 2^64 (see angles.phase). The first 2 P of the D dimensions are
     rotated, the rest is copied. positions: int32 or int64 [T] or [B, T] (None: 0, 1, ...); positions + offset must be
     within +-2^30. interleaved: pairs (2i, 2i + 1) rather than (i, i + P). scale: factor on the rotated dimensions.
     The kernel's results are contiguous. ValueError: a shape, dtype or device is wrong; the message names it.

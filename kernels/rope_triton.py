@@ -1,9 +1,10 @@
 """Rotary position embedding as one Triton kernel: forward, backward, both layouts, q and k in one launch.
 
-What is new about it, each with its evidence in results/README.md: angles are exact at any position (integer phases, as
-in rope_torch.py, so no table and no longest position); sine and cosine are short polynomials in registers; the tile is
-[tokens, heads, dim], so that all global access is 128 bits wide; the backward pass is the same kernel with negated
-phases; and nothing is in place.
+Differences from other rotary kernels; results/README.md has the measurements:
+* Angles are exact at any position: integer phases as in angles.py, so there is no table and no longest position.
+* Sine and cosine are short polynomials, computed in registers while memory is being read.
+* The tile is [tokens, heads, dim], so that every global load and store is 128 bits wide.
+* The backward pass is the same kernel with negated phases. No operation is in place.
 
 Only kernels/rope.py imports this file, and only when the kernel runs: it is the one file that needs triton.
 
@@ -18,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from torch import library as torch_ops
 
-BLOCK_H = 4  # heads of a tile
-HEADS = 16  # heads of a program: they share the tile's sines and cosines
+BLOCK_H = 4  # heads in one tile
+HEADS = 16  # heads in one program, as a loop over tiles that share their sines and cosines
 
 
 # ---- the kernel ----
@@ -27,13 +28,16 @@ HEADS = 16  # heads of a program: they share the tile's sines and cosines
 
 @triton.jit
 def _cos_sin(turn):
-    """cos and sin of turn * 2^-32 turns (int32), float32: polynomials around the nearest quarter turn."""
+    """cos and sin, float32, of an angle of `turn` * 2^-32 rotations (int32), by polynomials around the nearest quarter.
+
+    The coefficients are those of the Cephes library's sinf and cosf, for |x| <= pi / 4.
+    """
     quarter = (turn + (1 << 29)) >> 30
     x = (turn - (quarter << 30)).to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32: radians, within +-pi / 4
     z = x * x
     s = x + x * z * (-1.6666654611e-1 + z * (8.3321608736e-3 - z * 1.9515295891e-4))
     c = 1.0 - 0.5 * z + z * z * (4.166664568298827e-2 + z * (-1.388731625493765e-3 + z * 2.443315711809948e-5))
-    # An odd number of quarter turns swaps sine and cosine; the quadrant gives their signs.
+    # An odd number of quarter rotations swaps sine and cosine; the quadrant determines their signs.
     odd = (quarter & 1) != 0
     sin, cos = tl.where(odd, c, s), tl.where(odd, s, c)
     sin = tl.where((quarter & 2) != 0, -sin, sin)
@@ -90,7 +94,11 @@ def _rope_kernel(
     D: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
-    """Program (time block, head block, batch row); head blocks from k_program on are k's."""
+    """Program (time block, head block, batch row). Head blocks 0 .. k_program - 1 rotate q, the others k.
+
+    *_sb, *_st, *_sh: strides of batch, time and head in elements; the stride of the last dimension is 1. p_sb: stride
+    of the batch in positions, 0 if all rows share them.
+    """
     b = tl.program_id(2).to(tl.int64)  # int64 from here on: a packed view outgrows 2^31 elements first
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     pair = tl.arange(0, BLOCK_P)
@@ -99,7 +107,7 @@ def _rope_kernel(
         position = tl.load(positions_ptr + b * p_sb + t, mask=t < T, other=0).to(tl.int64) + offset
     else:
         position = t + offset
-    # The product wraps modulo 2^64: that is the reduction modulo full turns.
+    # The product overflows modulo 2^64, which is the reduction modulo full rotations.
     cos, sin = _cos_sin(((position[:, None] * phase[None, :]) >> 32).to(tl.int32))
     cos, sin = cos * scale, sin * scale
     program = tl.program_id(1)
@@ -113,11 +121,14 @@ def _rope_kernel(
             D, P, BLOCK_P, BLOCK_TAIL, BLOCK_T, BLOCK_H, HEADS, INTERLEAVED)  # fmt: skip
 
 
-# ---- its launch ----
+# ---- the launch ----
 
 
 def tile(P: int, itemsize: int, warps: int = 4) -> dict[str, int]:
-    """A static rule: two tokens' worth of 128-bit accesses in flight for each lane and head; 80 registers on sm_90."""
+    """Block sizes for P rotary pairs and elements of `itemsize` bytes: a fixed rule, no autotuning.
+
+    Each lane has two 128-bit accesses in flight for each head, and the kernel needs at most 80 registers on sm_90.
+    """
     BLOCK_P = triton.next_power_of_2(P)
     BLOCK_T = max(1, 32 * warps * 16 // (2 * BLOCK_P * itemsize))
     return {"BLOCK_P": BLOCK_P, "BLOCK_T": triton.next_power_of_2(min(32, BLOCK_T)), "num_warps": warps}
@@ -127,7 +138,11 @@ def launch(
     q: Tensor, k: Tensor, yq: Tensor, yk: Tensor, phase: Tensor, positions: Tensor | None, offset: int,
     interleaved: bool, scale: float, wrap: Callable = lambda kernel: kernel,
 ) -> None:  # fmt: skip
-    """Rotate q [B, T, H, D] and k [B, T, G, D], any strides with a unit last one, into yq and yk."""
+    """Rotate q [B, T, H, D] and k [B, T, G, D] into yq and yk of the same shapes.
+
+    All four may have any strides, as long as the last one is 1. wrap: applied to the kernel before the launch, such as
+    torch.library.wrap_triton. The other arguments are those of kernels.rope.rope.
+    """
     B, T, H, D = q.shape
     G, P = k.shape[2], len(phase)
     if q.numel() + k.numel() == 0:
@@ -144,9 +159,10 @@ def launch(
     )  # fmt: skip
 
 
-# ---- functional ops: no output aliases an input, so autograd and torch.compile may do as they like ----
+# ---- functional ops: no output shares memory with an input, which autograd and torch.compile require ----
 
-# Inductor sees through a triton_op. Under the interpreter there is nothing to see, and triton_op fails.
+# Inductor can look inside a triton_op and fuse around it. Under Triton's interpreter triton_op fails, so there the ops
+# are opaque custom_ops.
 if triton.knobs.runtime.interpret or not torch.cuda.is_available():  # ty: ignore[possibly-missing-submodule]
     _op, _wrap = torch_ops.custom_op, lambda kernel: kernel
 else:

@@ -7,7 +7,10 @@ from measure.statistics import gain
 
 
 def print_comparison(curves: Sequence[Curve]) -> None:
-    """Bits per byte of curves on the same targets, a line for each curve."""
+    """Print bits per byte of curves on the same targets: a line for each curve, a column for each length.
+
+    L is the context that the run was pre-trained at, in tokens.
+    """
     first = curves[0].first
     print(
         f"bits/byte of the tokens that task={first.task} scores in {first.documents} held-out documents, given n tokens"
@@ -21,7 +24,10 @@ def print_comparison(curves: Sequence[Curve]) -> None:
 
 
 def print_gains(shown: Sequence[Curve], curves: Sequence[Curve]) -> None:
-    """The gain of each shown curve over its run's window control past L, best first. curves: with the controls."""
+    """Print the gain of each curve over its run's window control for n > L, sorted by the gain at the smallest such n.
+
+    shown: the curves to print. curves: these and the window controls of their runs.
+    """
     windows = window_rows(curves)
     ns = sorted({row.n for c in shown for row in c.rows if row.n > curves[0].first.train_ctx})
     lines = []

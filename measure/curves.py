@@ -1,4 +1,4 @@
-"""Rows and curves: the loss of one run with one method at each length. This file alone writes and reads them.
+"""Rows and curves: the loss of one run with one method at each length. Only this module writes and reads their files.
 
 A curve is a file runs/NAME/eval/*.jsonl with one row for each length.
 """
@@ -29,7 +29,7 @@ class Row:
     seed: int
     label: str  # of the method: none, window, "yarn beta_fast=4.0"
     scaling: list[dict]  # its knobs, and those of the methods added to it
-    n: int  # tokens given
+    n: int  # context length, tokens
     factor: float
     window: int | None
     attention_factor: float
@@ -53,10 +53,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Curve:
-    """The rows of one run and one method, by length."""
+    """The rows of one run and one method, in the order of their lengths."""
 
     rows: list[Row]
-    written: float = 0.0  # time of the file: of two curves the newer one counts
+    written: float = 0.0  # modification time of the file, seconds: of two curves the newer one is used
 
     @property
     def first(self) -> Row:
@@ -81,7 +81,10 @@ def write_jsonl(path: Path, rows: Iterable[Row | dict]) -> None:
 
 
 def read_curve(path: Path) -> Curve:
-    """UserError if the file is not a curve."""
+    """The curve in a file that eval.py wrote, also of earlier versions.
+
+    UserError if it is damaged or something else.
+    """
     try:
         rows = [_row(json.loads(line)) for line in path.read_text().splitlines()]
         if not rows:
@@ -104,10 +107,10 @@ def _row(values: dict[str, Any]) -> Row:
 
 
 def select(curves: Iterable[Curve], targets: str) -> list[Curve]:
-    """The curves on these targets: of each run and label the one with the longest ctx; the controls first.
+    """The curves on these targets, one for each run and label, sorted by run, with the controls first.
 
-    If a run was trained further, or again, since some of its curves were evaluated, only curves of its newest weights
-    count.
+    Of several curves of a run and label, the one with the longest ctx is taken, and of these the newest. If the run was
+    trained again or further after some of its curves were evaluated, only the curves of its newest weights are used.
     """
     curves = [c for c in curves if c.first.targets == targets]
     weights = {c.run: c.first.weights for c in sorted(curves, key=lambda c: c.written)}
@@ -120,5 +123,5 @@ def select(curves: Iterable[Curve], targets: str) -> list[Curve]:
 
 
 def window_rows(curves: Iterable[Curve]) -> dict[str, dict[int, Row]]:
-    """run -> n -> the row of its window control, to which gains refer."""
+    """run -> n -> the row of its window control, the reference for gains."""
     return {c.run: c.by_length() for c in curves if c.label == "window"}

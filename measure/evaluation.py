@@ -1,7 +1,7 @@
 """Measuring curves: a run, a task and held-out documents; the loss of any method at each length.
 
-A finished curve is a file, named by everything that shapes it. So what has been evaluated is read instead of computed,
-and an interrupted evaluation keeps its finished curves.
+A finished curve is a file whose name contains a hash of everything that determines its numbers. So curves that exist
+are read instead of computed, and an interrupted evaluation keeps its finished curves.
 """
 
 import hashlib
@@ -31,12 +31,12 @@ from measure.statistics import bootstrap
 from measure.tasks import Losses, Task
 from model.scaling import ContextChange
 
-TOKENS_PER_PASS = 8192
+TOKENS_PER_PASS = 8192  # tokens in one forward pass: several documents at short lengths, one at long ones
 
 
 @dataclass(frozen=True)
 class Method:
-    """A scaling method as evaluated: its label, and the knobs of it and of the methods added to it."""
+    """A scaling method to evaluate: its label in tables and files, its knobs, and those of the methods added to it."""
 
     label: str
     scalings: list[dict]
@@ -47,12 +47,16 @@ WINDOW = Method("window", [yaml_values("scaling", "window")])  # the control
 
 
 def requested_method(cfg: EvalConfig) -> Method:
-    """The method of scaling= and plus=: `yarn beta_fast=4.0 + logn`."""
+    """The method that scaling= and plus= select, with a label such as `yarn beta_fast=4.0 + logn`."""
     return Method(" + ".join([describe("scaling", cfg.scaling), *cfg.plus]), cfg.scalings)
 
 
 def evaluated_lengths(ctx: int | list[int], shortest: int, marks: Sequence[int]) -> list[int]:
-    """shortest, 2 shortest, 4 shortest, ... below ctx, with ctx and the marks; a list is taken as it is."""
+    """The context lengths to evaluate, sorted, in tokens.
+
+    A list ctx is used as it is. For a number: shortest, 2 shortest, 4 shortest, ... below ctx, ctx itself, and those of
+    the marks (L and related lengths) that are below ctx.
+    """
     if isinstance(ctx, list):
         return sorted(set(ctx))
     doubling = {shortest * 2**k for k in range(ctx.bit_length()) if shortest * 2**k < ctx}
@@ -60,7 +64,10 @@ def evaluated_lengths(ctx: int | list[int], shortest: int, marks: Sequence[int])
 
 
 class Evaluation:
-    """A run evaluated with one task on fixed documents."""
+    """One run, one task and a fixed set of held-out documents: the curves of any scaling method on the same targets.
+
+    UserError if ctx is shorter than the task allows, or if no held-out document is long enough.
+    """
 
     def __init__(self, run: Run, task: Task, cfg: EvalConfig, device: torch.device):
         self.run, self.task, self.device, self.dtype = run, task, device, cfg.dtype
@@ -81,6 +88,7 @@ class Evaluation:
     # ---- what identifies a curve ----
 
     def curve_file(self, method: Method) -> Path:
+        """The file of a method's curve, which need not exist: runs/NAME/eval/LABEL-ctxN-HASH.jsonl."""
         identity = [FORMAT, self.run.digest, self.targets, self.lengths, self.dtype_name, method.scalings]
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
         return self.run.folder / "eval" / f"{method.label.replace(' ', '-')}-ctx{self.ctx}-{key}.jsonl"
@@ -89,7 +97,10 @@ class Evaluation:
 
     @contextmanager
     def running(self, curves: int, by_position: int) -> Generator[None]:
-        """Shows progress and stops cleanly. curves, by_position: how many of each will be computed."""
+        """Context manager around all measurements: a progress bar, and a clean stop at SIGINT and SIGTERM.
+
+        curves, by_position: the number of curves and of losses by position that will be computed, for the bar's total.
+        """
         documents = len(self.text)
         tokens = curves * sum(self.task.cost(self.text, n) for n in self.lengths)
         tokens += documents * (by_position * self.ctx + self.repeated_length)
@@ -101,12 +112,15 @@ class Evaluation:
     # ---- losses ----
 
     def losses_at(self, change: ContextChange) -> Losses:
-        """The model's losses under a change, in float64 on the CPU; counts tokens, and exits where a signal asks to."""
+        """A function that computes the model's losses under `change`, float64 on the CPU (see measure.tasks.Losses).
+
+        Each call also updates the progress bar, and exits the process if a signal has arrived.
+        """
 
         def losses(tokens: Tensor, targets: Tensor) -> Tensor:
             with devices.autocast(self.device, self.dtype):
                 nats = self.run.model.losses(tokens.to(self.device), targets.to(self.device), change=change)
-            # Other ranks process about as many tokens as this one
+            # The bar counts the tokens of all ranks; the others process about as many as this one
             self.bar.update(min(tokens.numel() * distributed.world(), self.bar.total - self.bar.n))  # ty: ignore[unsupported-operator]
             if self.stop:
                 self.bar.close()
@@ -117,15 +131,21 @@ class Evaluation:
         return losses
 
     def score(self, task: Task, n: int, change: ContextChange) -> Tensor:
-        """Nats of every token that the task scores at length n, float64 [documents, scored], in passes."""
+        """Nats of every token that the task scores at length n, float64 [documents, scored tokens].
+
+        Computed in passes of TOKENS_PER_PASS tokens; ranks share the passes and all get the complete result.
+        """
         passes = self.text.split(max(1, TOKENS_PER_PASS // n))
-        # Ranks take turns by passes of the same size, so every number equals that of one process
+        # The size of a pass does not depend on the number of ranks, so every number equals that of one process
         local = passes[distributed.rank() :: distributed.world()]
         scored = [task.score(self.losses_at(change), part, n) for part in local]
         return torch.cat(distributed.ranks().interleave(scored))
 
     def curve(self, method: Method, fresh: bool = False) -> Curve:
-        """The curve of a method: read if it was evaluated before (and not fresh), else computed and written."""
+        """The curve of a method at all lengths: read from its file, or computed and written if there is none.
+
+        fresh: compute it in any case. All ranks return the same curve, and rank 0 writes the file.
+        """
         file = self.curve_file(method)
         if file.exists() and not fresh:
             return read_curve(file)
@@ -134,6 +154,7 @@ class Evaluation:
         return Curve(rows, time.time())
 
     def row(self, method: Method, n: int) -> Row:
+        """Measure one method at length n. The mean loss is per token, over all scored tokens of all documents."""
         began = time.monotonic()
         self.bar.set_postfix_str(f"{method.label}, n={n}", refresh=False)
         run, context = self.run, self.run.context
@@ -156,13 +177,16 @@ class Evaluation:
     # ---- headroom ----
 
     def copy_gain(self) -> Tensor | None:
-        """How many nats each token of a repeated passage saves, [documents, tokens]; None where L is too short."""
+        """The loss of each token of a passage minus the loss of its repetition, nats [documents, L / 2 - 1].
+
+        Both copies together have min(L, ctx) tokens, so the repetition is within the trained context. None below 4.
+        """
         n = self.repeated_length
         return self.score(Repetition(), n, self.run.trained_scaling(n)) if n >= 4 else None
 
 
 class Repetition(Task):
-    """A passage of n / 2 tokens, twice: nats of each token less those of its copy, [B, n / 2 - 1]."""
+    """A passage of n / 2 tokens, twice in a row. score: nats of each token minus those of its copy, [B, n / 2 - 1]."""
 
     label = "repetition"
 

@@ -27,7 +27,7 @@ PERPLEXITY_TICKS = (1, 2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 200, 500
 
 
 def lengths_axis(ax: Any, ns: list[int]) -> None:
-    """Context lengths by doublings, without minor ticks, and no box around the figure."""
+    """A logarithmic x axis with a tick at each context length in ns (tokens), and no box around the figure."""
     ax.set_xscale("log", base=2)
     ax.set_xticks(ns)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
@@ -46,9 +46,10 @@ def mark(ax: Any, n: float, text: str) -> None:
 def end_labels(
     ax: Any, ends: list[tuple[float, str, str]], space: int = 28, styles: dict[str, Any] | None = None
 ) -> None:
-    """Label lines at the right: ends has (y, text, colour) of each; labels that would overlap are moved apart.
+    """Write the name of each line at its right end; labels that would overlap are moved apart.
 
-    styles: text -> style of its line; a piece of the line is drawn before the text, for lines of one colour.
+    ends: (y in data coordinates, text, colour) of each line. space: distance from the axes in points. styles: text ->
+    line style; a short piece of the line is then drawn before its name, to distinguish lines of the same colour.
     """
     to_axes = ax.transScale + ax.transLimits
     gap, low = 0.042, -np.inf
@@ -64,7 +65,10 @@ def end_labels(
 
 
 def save(fig: Any, path: Path) -> None:
-    """Write the figure in the format of the path's suffix; the same figure gives the same file."""
+    """Write the figure in the format of the path's suffix, and close it.
+
+    Without a date, so equal figures give equal files.
+    """
     kind = path.suffix[1:]
     fixed = {"metadata": {"Date": None}} if kind == "svg" else {}
     write_atomically(path, lambda f: fig.savefig(f, format=kind, bbox_inches="tight", **fixed))
@@ -77,7 +81,8 @@ def save(fig: Any, path: Path) -> None:
 def draw_curves(curves: Sequence[Curve], path: Path, title: str, only: Sequence[str] | None = None) -> None:
     """Bits per byte and perplexity against context length, each line labelled at its end.
 
-    Bands are 95 % intervals of each curve's difference from its run's window control. only: labels to draw.
+    Bands are 95 % intervals of each curve's difference from its run's window control. curves: on the same targets, with
+    the window controls. only: the labels to draw; None: all.
     """
     windows = window_rows(curves)
     curves = [c for c in curves if only is None or c.label in only]
@@ -102,7 +107,7 @@ def draw_curves(curves: Sequence[Curve], path: Path, title: str, only: Sequence[
 
 
 def _style(curve: Curve, curves: Sequence[Curve]) -> tuple[str, Any, str]:
-    """(colour, dashes, text) of a curve. Of several runs each has a colour, of one run each label."""
+    """(colour, dashes, text) of a curve. If there are several runs, each run has a colour, otherwise each label."""
     runs = sorted({c.run for c in curves})
     labels = list(dict.fromkeys(c.label for c in curves if c.label != "window"))
     is_window, several_labels = curve.label == "window", len({c.label for c in curves}) > 1
@@ -118,9 +123,11 @@ def _style(curve: Curve, curves: Sequence[Curve]) -> tuple[str, Any, str]:
 
 
 def _band(curve: Curve, window: dict[int, Row]) -> tuple[np.ndarray, np.ndarray]:
-    """(low, high) in bits per byte: the interval of the difference from the run's window control, around the curve.
+    """(low, high) in bits per byte, each [lengths]: the curve, plus and minus the interval of its difference from the
+    run's window control.
 
-    Documents differ more than methods do, and that part is common to all curves.
+    The interval of the curve itself would be much wider: documents differ more than methods do, and these differences
+    are common to all curves.
     """
     bits = np.array([row.bits_per_byte for row in curve.rows])
     gains = np.array([gain(row, window.get(row.n, row)) for row in curve.rows]) * bits[:, None]
@@ -129,7 +136,7 @@ def _band(curve: Curve, window: dict[int, Row]) -> tuple[np.ndarray, np.ndarray]
 
 
 def _marks(curves: Sequence[Curve]) -> dict[int, str]:
-    """n -> what to write there: the trained contexts, and those of fine-tuning."""
+    """n -> the text of a vertical line at this length: the contexts of pre-training and of fine-tuning."""
     marks = {c.first.train_ctx: f"trained at {c.first.train_ctx}" for c in curves}
     extended = {c.first.extended_ctx for c in curves}
     return marks | {n: f"extended to {n}" for n in extended if n not in marks}

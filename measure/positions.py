@@ -1,4 +1,8 @@
-"""by_position=true: the loss by position in the document."""
+"""by_position=true of eval.py: the loss by position, from the first ctx tokens of each document in one pass.
+
+Positions are grouped in buckets: 0 .. 63, 64 .. 127, 128 .. 255 and so on. A row has the keys from, to (the first and
+the last position), loss (nats per token), low and high (its 95 % interval).
+"""
 
 import hashlib
 import itertools
@@ -14,7 +18,7 @@ from measure.tasks.prefix import Prefix
 
 
 def loss_by_position(evaluation: Evaluation, method: Method) -> list[dict]:
-    """The rows of `position_rows` for one method at the longest length."""
+    """The rows for one method at the longest length, one for each bucket of positions."""
     evaluation.bar.set_postfix_str(f"{method.label}, by position", refresh=False)
     change = evaluation.run.change(method.scalings, evaluation.ctx, evaluation.ctx)
     return position_rows(evaluation.score(Prefix(), evaluation.ctx, change))
@@ -34,7 +38,10 @@ def position_rows(nats: Tensor) -> list[dict]:
 
 
 def write_positions(evaluation: Evaluation, methods: Sequence[Method], rows_of: dict[str, list[dict]]) -> None:
-    """One file for the methods of an evaluation, named by everything that shapes it. rows_of: label -> rows."""
+    """Write the rows of all methods to one file under runs/NAME/eval/positions. rows_of: label of the method -> rows.
+
+    The file's name contains a hash of the weights, the targets, the precision and the methods.
+    """
     run, ctx, label = evaluation.run, evaluation.ctx, methods[-1].label
     identity = f"{run.digest} {evaluation.targets} {evaluation.dtype_name} {[(m.label, m.scalings) for m in methods]}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:8]
@@ -43,7 +50,7 @@ def write_positions(evaluation: Evaluation, methods: Sequence[Method], rows_of: 
 
 
 def print_positions(rows_of: dict[str, list[dict]], L: int) -> None:
-    """rows_of: label -> the rows of `position_rows`."""
+    """Print a line for each bucket of positions and a column for each method. rows_of: label -> rows; L: tokens."""
     print(
         "\nloss by position, nats/token: each bucket scores different tokens, so hard and easy places in the documents "
         "show here, too;\nonly the difference between columns of one line is due to the method"

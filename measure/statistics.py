@@ -6,9 +6,11 @@ from measure.curves import Row
 
 
 def bootstrap(per_document: np.ndarray, n_tokens: int, draws: int = 4000) -> tuple[float, float]:
-    """(low, high): 95 % interval of sum / n_tokens over resampled documents, from each document's sum [documents].
+    """(low, high): the 95 % bootstrap interval of a mean per token, over resampled documents.
 
-    The draws are the same at every call, so the interval of a difference of curves is the paired one.
+    per_document: the sum over the tokens of each document, [documents]. n_tokens: the tokens of all documents. The
+    draws are the same in every call. For the difference of two curves, pass the differences per document: the interval
+    is then a paired one.
     """
     n = len(per_document)
     picks = np.random.default_rng(0).integers(n, size=(draws, n))
@@ -23,5 +25,8 @@ def difference(a: Row, b: Row) -> tuple[float, float, float]:
 
 
 def gain(row: Row, window: Row) -> tuple[float, float, float]:
-    """(mean, low, high) in nats per token: by how much this row's loss is below the window control's at the same n."""
+    """(mean, low, high) of the window control's loss minus this row's loss, nats per token, at the same n.
+
+    Positive if the method is better than the window control.
+    """
     return difference(window, row)

@@ -1,4 +1,4 @@
-"""What eval.py prints: the table of an evaluation, and sentences about the last length."""
+"""The output of eval.py: the table of an evaluation, and sentences about the gain, the tax and the headroom."""
 
 import math
 
@@ -7,13 +7,17 @@ from torch import Tensor
 from measure.curves import Curve, Row
 from measure.statistics import bootstrap, difference, gain
 
-# Below these, in nats per token, far context has little to give: two times the noise of our runs, and a copy that is
-# hardly noticed
+# Below these gains, in nats per token, a run hardly uses distant context: twice the noise between our runs, and a small
+# difference between a passage and its repetition
 SMALL_GAIN, SMALL_COPY = 0.02, 0.1
 
 
 def print_curves(none: Curve, window: Curve, requested: Curve) -> None:
-    """The table of one evaluation, and what it says about the requested method."""
+    """Print the table of one evaluation: no scaling, the window control and the requested method at each length.
+
+    Below it the gain at the longest length, and the tax at the longest length within L. All curves have the same
+    lengths.
+    """
     L, extended = none.first.train_ctx, none.first.extended_ctx
     shown = {"none": none, "window": window, requested.label: requested}
     names, units = "".join(f"{name[:16]:>17}" for name in shown), f"{'ppl  bits/byte':>17}" * len(shown)
@@ -33,7 +37,7 @@ def print_curves(none: Curve, window: Curve, requested: Curve) -> None:
 
 
 def verdict(row: Row, window: Row) -> str:
-    """Whether a method beats the window control at this length."""
+    """A sentence: the gain of a method at one length, and whether its interval excludes 0."""
     mean, low, high = gain(row, window)
     comparison = "better than" if low > 0 else "worse than" if high < 0 else "no different from"
     return (
@@ -43,14 +47,18 @@ def verdict(row: Row, window: Row) -> str:
 
 
 def tax(row: Row, none: Row) -> str:
-    """What a method costs inside the trained context, where nothing had to change."""
+    """A line: the increase of the loss at a length within the trained context. row: the method; none: no scaling."""
     mean, low, high = difference(row, none)
     price = f"{mean:+.3f} nats/token [{low:+.3f}, {high:+.3f}]" if mean else "0, nothing is changed there"
     return f"tax inside the trained context (n={row.n}, factor {row.factor:g}): {price}"
 
 
 def headroom(none: Curve, copy_gain: Tensor) -> str:
-    """How much this run can gain from far context at all. copy_gain: of Evaluation.copy_gain, [documents, tokens]."""
+    """A line: how much this run gains from distant context within L, with a note if this is little.
+
+    none: the curve without scaling, for the loss at L / 2 and at L. copy_gain: nats [documents, tokens], from
+    Evaluation.copy_gain.
+    """
     L, rows = none.first.train_ctx, none.by_length()
     n = copy_gain.numel()
     per_document = copy_gain.sum(dim=1).numpy()

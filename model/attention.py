@@ -1,7 +1,9 @@
 """Causal attention: the layer with its projections, and four ways to attend, chosen by `attend`.
 
-Letters as in model/gpt.py: B batch, T all tokens so far, S the last of them, the queries, H query
-heads, G key-value heads, D head width. Indices count places in the sequence; `positions` is what the encoding sees.
+Letters as in model/gpt.py: B batch, T number of keys (all tokens so far), S number of queries (the last S of the T
+tokens; S < T only while decoding with a cache), H query heads, G key-value heads, D head width. An index is a token's
+place in the sequence, 0 .. T - 1; `positions` are the numbers that the encoding uses, which may be others
+(positions=random).
 """
 
 import math
@@ -19,7 +21,7 @@ from model.scaling import ContextChange
 if TYPE_CHECKING:  # only decoding needs it
     from model.decode import Cache
 
-QUERY_BLOCK = 512  # queries at a time where a mask is needed, so that it never holds T x T numbers
+QUERY_BLOCK = 512  # queries that are processed together where a mask is needed, so that no mask has T x T numbers
 
 
 @dataclass
@@ -35,6 +37,8 @@ class Heads:
 
 
 class Attention(nn.Module):
+    """A causal self-attention layer: projections, QK-norm, rotation, attention, output projection."""
+
     def __init__(self, cfg: ModelConfig, linear: bool):
         """linear: linear attention (model/linear_attention.py) in place of softmax."""
         super().__init__()
@@ -58,7 +62,11 @@ class Attention(nn.Module):
         change: ContextChange,
         cache: "Cache | None" = None,
     ) -> Tensor:
-        """x [B, S, C] -> [B, S, C]. positions, int64 [T] or [B, T]; prepared: what pos.prepare returned."""
+        """x [B, S, C] -> [B, S, C].
+
+        positions: int64 [T] or [B, T], of all tokens including those in the cache. prepared: the result of pos.prepare.
+        cache: the projections of earlier tokens, to which those of x are added; None if x contains all tokens (S = T).
+        """
         S = x.shape[1]
         qkv = self.qkv(x).unflatten(-1, (-1, self.D))  # [B, S, H + 2 G, D]
         if cache is not None:
@@ -78,7 +86,10 @@ class Attention(nn.Module):
         return qkv.split((self.H, self.G, self.G), dim=2)
 
     def normalise_qk(self, qkv: Tensor) -> Tensor:
-        """QK-norm: each head of q and k over its root mean square, in at least float32."""
+        """QK-norm: divide each head of q and k by its root mean square. [B, T, H + 2 G, D] -> the same shape and dtype.
+
+        Computed in float32, or in float64 for float64 inputs: squares in bfloat16 would lose too many bits.
+        """
         q, k, v = self.split(qkv)
         wide = torch.promote_types(v.dtype, torch.float32)
         q, k = (norm(x.to(wide)).to(v.dtype) for norm, x in zip(self.qk_norms, (q, k), strict=True))
@@ -87,7 +98,10 @@ class Attention(nn.Module):
     def rotated_heads(
         self, qkv: Tensor, S: int, pos: Encoding, positions: Tensor, prepared: Any, change: ContextChange
     ) -> Heads:
-        """qkv [B, T, H + 2 G, D], not rotated -> the heads of all T tokens, with queries of the last S only."""
+        """Rotate the projections qkv [B, T, H + 2 G, D] of all T tokens -> Heads, with queries of the last S tokens.
+
+        Under log-n scaling (change.logn = L) a query at position m is also multiplied by max(1, ln(m + 1) / ln L).
+        """
         q, k, v = pos.rotate_qkv(qkv, (self.H, self.G, self.G), prepared)
         far = None if change.clip is None else pos.rotate_far(*self.split(qkv)[:2], prepared)
         q_far, k_far = (None, None) if far is None else far
@@ -106,9 +120,10 @@ class Attention(nn.Module):
 
 
 def attend(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange) -> Tensor:
-    """Causal attention of the last S tokens to all T, [B, H, S, D], in memory linear in T.
+    """Causal attention of the last S tokens to all T -> [B, H, S, D], with memory linear in T.
 
-    Causality, window and clip go by the index in the sequence; the encoding's bias goes by position.
+    Chooses the implementation. Causal mask, window and clip compare indices in the sequence; the encoding's bias is
+    computed from positions.
     """
     S, T = heads.q.shape[2], heads.k.shape[2]
     window = change.window if change.window is not None and change.window < T else None
@@ -116,8 +131,8 @@ def attend(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange
         from model.near_far_attention import attend_clipped
 
         return attend_clipped(heads, pos, positions, change, window)
-    # SDPA's backward on a CPU costs more than writing the products out, while T x T is small: over forward and
-    # backward, 24 ms against 31 at 16 x 4 heads, T=256, D=64 in bfloat16 on two cores, and 11 against 38 at T=128.
+    # On a CPU, the backward pass of SDPA is slower than plain matrix products, as long as T x T is small. Forward and
+    # backward at B=16, H=4, D=64 in bfloat16 on two cores: 24 ms instead of 31 ms at T=256, 11 instead of 38 at T=128.
     if heads.q.device.type == "cpu" and torch.is_grad_enabled() and S == T <= QUERY_BLOCK:
         return attend_written_out(heads, pos, positions, change, window)
     if S == T and window is None:
@@ -136,8 +151,8 @@ def attend_fused(heads: Heads) -> Tensor:
 def attend_key_bias(heads: Heads, key_bias: Tensor) -> Tensor:
     """Causal attention with a bias that depends on the key alone, float32 [H, T] or [B, H, T], and no mask.
 
-    q k^T + b is one product of wider heads: b stands beside k, against ones beside q. In bfloat16 b takes three
-    columns, whose sum holds float32's 24 bits. The width stays a multiple of 8, which fused kernels want.
+    The score q . k + b is one product of wider heads: [q | 1] . [k | b]. In bfloat16 b is split into three columns of 8
+    bits each, whose sum has float32's 24 bits. D + 8 columns, because fused kernels need a multiple of 8.
     """
     B, H, T, D = heads.q.shape
     columns, rest = [], key_bias.expand(B, H, T)
@@ -154,9 +169,9 @@ def attend_key_bias(heads: Heads, key_bias: Tensor) -> Tensor:
 def attend_written_out(
     heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, window: int | None
 ) -> Tensor:
-    """Products and softmax as plain tensor operations, for rows of at most QUERY_BLOCK tokens.
+    """Attention as plain matrix products and a softmax, for at most QUERY_BLOCK tokens -> [B, H, T, D].
 
-    Without slices, which Inductor of torch 2.13 compiles to a backward pass with NaN on a CPU.
+    It slices no tensor: for slices, Inductor of torch 2.13 compiles a backward pass on a CPU that returns NaN.
     """
     (block,) = query_blocks(heads, pos, positions, change, window)
     scores = heads.q @ heads.k.transpose(-1, -2) * heads.q.shape[-1] ** -0.5 + block.mask  # [B, H, T, T]
@@ -194,7 +209,7 @@ class QueryBlock:
 
 
 def select_keys(x: Tensor, dim: int, sinks: int, local: slice) -> Tensor:
-    """The first `sinks` along dim and those in `local`."""
+    """The entries of x along dim that belong to visible keys: the first `sinks`, and those in the slice `local`."""
     near = x.narrow(dim, local.start, local.stop - local.start)
     return torch.cat((x.narrow(dim, 0, sinks), near), dim) if sinks else near
 
@@ -202,7 +217,10 @@ def select_keys(x: Tensor, dim: int, sinks: int, local: slice) -> Tensor:
 def query_blocks(
     heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, window: int | None
 ) -> list[QueryBlock]:
-    """The S queries in blocks of QUERY_BLOCK, so that no mask has T x T numbers."""
+    """The S queries in blocks of at most QUERY_BLOCK, each with the keys it can see and its mask.
+
+    window: the number of keys that each query sees, itself included; None: all earlier ones.
+    """
     H, S, T = *heads.q.shape[1:3], heads.k.shape[2]
     index, blocks = torch.arange(T, device=heads.q.device), []
     for start in range(0, S, QUERY_BLOCK):

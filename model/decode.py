@@ -1,4 +1,7 @@
-"""Decoding token by token: the cache of what the attention layers keep, and the logits after a growing text."""
+"""Decoding token by token: a cache of each attention layer's projections, and the logits after a growing text.
+
+Letters: B batch, S new tokens, T all tokens, H query heads, G key-value heads, D head width, V vocabulary.
+"""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -18,10 +21,11 @@ def same_change(a: ContextChange, b: ContextChange) -> bool:
 
 
 class Cache:
-    """What decoding keeps of the tokens so far: each layer's projection, not rotated yet.
+    """The qkv projections of all tokens so far, for each layer, before their rotation.
 
-    Rotated keys would keep the frequencies of the length at which they were computed, which under dynamic NTK are not
-    those of the query that meets them (transformers#25104). Rotating all of them at each step is cheap.
+    Under dynamic NTK the frequencies change with the length. Rotated keys in the cache would have the frequencies of an
+    earlier length, and a new query those of the current one (transformers#25104). So all keys are rotated at each step,
+    which is cheap.
     """
 
     def __init__(self) -> None:
@@ -29,7 +33,7 @@ class Cache:
         self.layers: dict[nn.Module, Tensor] = {}
 
     def extend(self, layer: nn.Module, qkv: Tensor) -> Tensor:
-        """qkv [B, S, H + 2 G, D] of new tokens -> that of all tokens, [B, T, H + 2 G, D]."""
+        """Append the projections qkv [B, S, H + 2 G, D] of new tokens; returns those of all, [B, T, H + 2 G, D]."""
         self.layers[layer] = torch.cat((self.layers[layer], qkv), dim=1) if layer in self.layers else qkv
         return self.layers[layer]
 
@@ -41,23 +45,26 @@ class LastLogits(Protocol):
 
 
 class Decoder:
-    """The logits after a text that grows; each token is processed only one time where that is exact.
+    """The logits of the next token of a growing text. Each token is processed only once, if the result is then exact.
 
-    A method whose frequencies change with the length changes what every layer but the first computed from all earlier
-    tokens. decode=exact then processes the whole text again, so that each step equals a full forward pass.
-    decode=rebased keeps the cached projections and only rotates the earlier keys by the new frequencies: exact for one
-    layer, close for more, and as fast as a static method. (Hugging Face caches rotated keys, which is neither:
-    transformers#25104.)
+    If the frequencies change with the length, the inputs of all layers but the first change for earlier tokens as well.
+    decode=exact then processes the complete text again, so that each step equals a full forward pass. decode=rebased
+    keeps the cached projections and only rotates the earlier keys by the new frequencies: this is exact for one layer,
+    an approximation for more, and as fast as with constant frequencies. (Hugging Face caches rotated keys, which is not
+    exact even for one layer: transformers#25104.)
     """
 
     def __init__(self, model: LastLogits, change_at: Callable[[int], ContextChange], decode: str = "exact"):
-        """change_at: the context change at a length."""
+        """change_at: length n in tokens -> the change at this length. decode: exact or rebased."""
         self.model, self.change_at, self.decode = model, change_at, decode
         self.cache, self.change = Cache(), None
 
     @torch.inference_mode()
     def logits(self, text: Tensor) -> Tensor:
-        """Of the token after text [B, n], [B, V]. text: that of the last call, and at least one token more."""
+        """Logits of the token after text int64 [B, n] -> [B, V].
+
+        text must begin with the text of the previous call, and be longer by at least one token.
+        """
         change = self.change_at(text.shape[1])
         stale = self.change is not None and not same_change(change, self.change)
         if stale and self.decode == "exact":

@@ -1,4 +1,4 @@
-"""A small GPT. It knows a positional encoding by its hooks only (model/pos/__init__.py).
+"""A small GPT. It uses a positional encoding through its hooks only (model/pos/__init__.py).
 
 Letters: B batch, T time, S scored positions, H query heads, G key-value heads, D head width, C width, V vocabulary.
 """
@@ -23,14 +23,16 @@ from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
 if TYPE_CHECKING:
     from model.decode import Cache
 
-LOSS_BLOCK = 2**25  # logits at a time: 128 MB in float32
+LOSS_BLOCK = 2**25  # number of logits that `losses` computes at a time: 128 MB in float32
 
 
 class MLP(nn.Module):
+    """The feed-forward layer, [B, T, C] -> [B, T, C]: GELU, or SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.gated, self.gelu = cfg.mlp == "swiglu", "tanh" if cfg.mlp == "gelu" else "none"
-        # A gate is a third matrix: 2/3 of the width keeps the parameters equal (Shazeer, arXiv 2002.05202).
+        # SwiGLU has a third matrix, so 2/3 of the hidden width keeps the number of parameters, rounded up to 64.
         hidden = cfg.mlp_ratio * cfg.width
         hidden = cfg.mlp_width or (64 * math.ceil(2 * hidden / 3 / 64) if self.gated else hidden)
         self.up = nn.Linear(cfg.width, hidden * (2 if self.gated else 1), bias=cfg.mlp_bias)
@@ -49,6 +51,8 @@ def make_norm(cfg: ModelConfig) -> nn.Module:
 
 
 class Block(nn.Module):
+    """A transformer block with norms before attention and MLP (pre-norm), which run in series or in parallel."""
+
     def __init__(self, cfg: ModelConfig, linear: bool):
         super().__init__()
         self.residual = cfg.residual
@@ -68,8 +72,13 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """A decoder-only transformer: embeddings, blocks, a final norm and an output head.
+
+    `losses` and `last_logits` compute logits only where they are needed; `forward` computes all of them.
+    """
+
     def __init__(self, cfg: ModelConfig, pos: Encoding, vocab_size: int, linear: bool = False):
-        """linear: linear attention (model/linear_attention.py) in place of softmax."""
+        """linear: use linear attention (model/linear_attention.py) instead of softmax attention."""
         super().__init__()
         self.pos, self.linear = pos, linear
         self.tokens = nn.Embedding(vocab_size, cfg.width)
@@ -82,9 +91,10 @@ class GPT(nn.Module):
             if name.startswith("pos."):  # an encoding initialises its own parameters
                 continue
             if p.dim() == 2:
-                # Not GPT-2's 0.02, which at these widths makes attention flat at first: one seed in three then learned
-                # to copy late (1.335 bits/byte, where 1 / sqrt(fan in) has 1.203). Its other rule stays: what writes
-                # into the residual stream starts smaller by sqrt(its number of writers).
+                # Standard deviation 1 / sqrt(fan in), not GPT-2's 0.02: with 0.02 and these widths, attention is almost
+                # uniform at first, and one seed in three learned late to copy (1.335 instead of 1.203 bits/byte). As in
+                # GPT-2, the matrices that write into the residual stream, of which there are 2 per layer, are divided
+                # by sqrt(2 n_layers).
                 std = 0.02 if name.startswith(("tokens", "head")) else p.shape[1] ** -0.5
                 writes = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(p, std=std / math.sqrt(2 * cfg.n_layers) if writes else std)
@@ -98,9 +108,10 @@ class GPT(nn.Module):
         change: ContextChange = NO_CHANGE,
         cache: "Cache | None" = None,
     ) -> Tensor:
-        """Tokens [B, T] at integer positions [T] or [B, T] (None: 0..T-1) -> the last block's output, [B, T, C].
+        """The output of the last block, [B, T, C], for tokens int64 [B, T] at integer positions [T] or [B, T].
 
-        With a cache, tokens are those that follow the ones it holds.
+        positions None: 0 .. T - 1. With a cache, `tokens` continue the cached ones, positions start at the first cached
+        one, and the output is that of the new tokens only.
         """
         past = 0 if cache is None else cache.tokens
         if positions is None:
@@ -128,10 +139,11 @@ class GPT(nn.Module):
     def losses(
         self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None, change: ContextChange = NO_CHANGE
     ) -> Tensor:
-        """Negative log-likelihood in nats, float32 [B, S], of targets [B, S], which follow the last S of tokens [B, T].
+        """Negative log-likelihood of the targets in nats, float32 [B, S].
 
-        Logits are computed for scored positions only, and a block at a time: for 8192 positions and a vocabulary of 50k
-        all of them take 1.6 GB.
+        tokens: int64 [B, T]. targets: int64 [B, S] with S <= T, the tokens that follow the last S of `tokens`. Logits
+        are computed for these S positions only, in blocks: all logits of 8192 positions and a vocabulary of 50,000
+        would take 1.6 GB.
         """
         S = targets.shape[1]
         x = self.hidden(tokens, positions, change)[:, -S:].flatten(0, 1)
@@ -145,6 +157,7 @@ class GPT(nn.Module):
         return torch.cat(losses).view_as(targets)
 
     def _block_losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Losses float32 [N] of targets [N] from the output x [N, C] of the last block. Compiled in training."""
         return F.cross_entropy(self.head(self.norm(x)).float(), targets, reduction="none")
 
     def n_parameters(self) -> int:
@@ -155,7 +168,7 @@ class GPT(nn.Module):
 
 
 def build_encoding(cfg: TrainConfig) -> Encoding:
-    """The run's positional encoding. UserError if it does not go with the other settings."""
+    """The positional encoding of a run with these settings. UserError if it does not fit the other settings."""
     m = cfg.model
     encoding = encodings.build(cfg.pos, Shape(m.width, m.n_heads, m.head_width, cfg.ctx))
     if cfg.attention == "linear" and m.qk_norm:
@@ -182,15 +195,20 @@ def from_weights(cfg: TrainConfig, vocab_size: int, weights: dict[str, Tensor]) 
 
 
 def trained_context(cfg: TrainConfig, encoding: Encoding) -> TrainedContext:
-    """What a scaling method may know of this run."""
+    """The facts about a run that scaling methods use: its encoding, frequencies and training contexts.
+
+    For a fine-tuned run, L is the context of the pre-training, and extended_ctx that of the fine-tuning.
+    """
     L = cfg.pretrained.get("ctx", cfg.ctx)
     name, extended = yaml_name("pos", cfg.pos), cfg.ctx if cfg.init else 0
     return TrainedContext(name, L, encoding.inv_freq, cfg.attention, extended_ctx=extended)
 
 
 def trained_scaling(cfg: TrainConfig, context: TrainedContext, n: int | None = None) -> ContextChange:
-    """The scaling that a run is trained with. None: that of its ctx, which it keeps at every length.
+    """The change by the scaling that a run is trained with.
 
-    n: that of this length instead, as in Hugging Face's models, where a scaling can depend on the length."""
+    n: the length in tokens at which it applies, for Hugging Face models, whose trained scaling can depend on the
+    length. None: that of the training context, which our runs use at every length.
+    """
     plus = [yaml_values("scaling", name) for name in cfg.plus or []]
     return resolve(cfg.scaling, context, n or cfg.ctx, n or cfg.ctx, plus)

@@ -15,7 +15,10 @@ CHUNK = 128  # tokens whose products are written out; between chunks a state of 
 
 
 def causal_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """sum_{n <= m} (q_m . k_n) v_n for q, k [B, H, T, D] and v [B, H, T, E] -> [B, H, T, E], in memory linear in T."""
+    """sum_{n <= m} (q_m . k_n) v_n for q, k [B, H, T, D] and v [B, H, T, E] -> [B, H, T, E], with memory linear in T.
+
+    Within a chunk the products q_m . k_n are computed directly; earlier chunks enter through their sum of k_n v_n^T.
+    """
     T = q.shape[2]
     padding = -T % CHUNK
     q, k, v = (F.pad(t, (0, 0, 0, padding)).unflatten(2, (-1, CHUNK)) for t in (q, k, v))  # [B, H, chunks, CHUNK, .]
@@ -28,9 +31,10 @@ def causal_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], window: int | None
 ) -> Tensor:
-    """q [B, T, H, D], k and v [B, T, G, D] -> [B, T, H, D], in float32 within.
+    """q [B, T, H, D], k and v [B, T, G, D] -> [B, T, H, D] in v's dtype; computed in float32.
 
-    window: the last so many tokens only, as the sums up to each token less those up to `window` tokens before it.
+    rotate: (q, k) -> rotated (q, k), of the positional encoding. window: each query sees this many tokens, computed as
+    the sums up to each token minus the sums up to `window` tokens earlier; None: all earlier tokens.
     """
     dtype, T, H = v.dtype, q.shape[1], q.shape[2]
     with torch.autocast(q.device.type, enabled=False):  # sums over thousands of tokens lose bfloat16's 8 bits

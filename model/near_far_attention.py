@@ -21,7 +21,8 @@ def attend_clipped(heads: Heads, pos: Encoding, positions: Tensor, change: Conte
         wide k:  [ 0 | k_far ]  for keys that are far for some query
                  [ k |   0   ]  for keys that are near for some query
 
-    A key that is both stands in both groups, and the mask hides it from the queries to which the group does not apply.
+    A key that is near for some queries and far for others is in both groups, and the mask hides each of its two copies
+    from the queries for which it has the wrong rotation.
     """
     assert change.clip is not None and heads.q_far is not None and heads.k_far is not None
     D, clip, outputs = heads.q.shape[-1], change.clip, []

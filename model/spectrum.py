@@ -1,4 +1,4 @@
-"""The spectrum of RoPE: how often each pair rotates within a trained context, and what that says about the base.
+"""The spectrum of RoPE: how often each pair rotates within a trained context, and two published rules for the base.
 
 A pair's wavelength is 2 pi / inv_freq tokens. A pair that does not complete a rotation within the trained context L
 meets angles beyond L that it never saw in training.
@@ -25,10 +25,11 @@ def rotations(inv_freq: Tensor, ctx: int) -> Tensor:
 
 
 def base_bound(rotary_dim: int, ctx: int) -> float:
-    """The smallest base at which B(m) = sum_i cos(m theta_i) >= 0 for all m < ctx (Men et al. 2024, arXiv 2405.14591):
-    with a smaller one, similar tokens far apart can score below random ones. To 0.1 %; inf above 1e9.
+    """The smallest base at which B(m) = sum_i cos(m theta_i) >= 0 for all m < ctx (Men et al. 2024, arXiv 2405.14591).
 
-    Near the bound the condition holds for some bases and fails for larger ones, so a fine grid is searched from 1 up.
+    With a smaller base, two similar tokens at a large distance can have a lower expected score than two random tokens.
+    Accurate to 0.1 %; inf if it is above 1e9. Near the bound the condition can hold for one base and fail for a larger
+    one, so bases are tried in order on a fine grid from 1 up, instead of by bisection.
     """
     exponents = -torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
     grid = torch.exp(torch.arange(0, math.log(1e9), 0.001, dtype=torch.float64))

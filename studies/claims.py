@@ -36,7 +36,10 @@ def in_tokens(check: Check, L: int) -> Check:
 
 
 def measure(rows: Rows, check: Check) -> tuple[Interval | None, int]:
-    """(interval of a - b, number of seeds that both have); None without such seeds. Lengths in tokens."""
+    """(interval of a - b in nats per token, number of seeds that both conditions have); None if they share no seed.
+
+    The lengths of the check are in tokens (`in_tokens`).
+    """
     a, b = check.values(rows, check.a), check.values(rows, check.b)
     seeds = sorted(a.keys() & b.keys())
     if not seeds:
@@ -46,7 +49,11 @@ def measure(rows: Rows, check: Check) -> tuple[Interval | None, int]:
 
 
 def verdict(measured: list[tuple[Check, Interval | None]]) -> str:
-    """A claim holds if all intervals are on its side of their margins, and fails if one is on the other side."""
+    """The verdict of a claim from the intervals of its checks.
+
+    HOLDS if every interval is on the claimed side of its margin, FAILS if at least one is completely on the other side,
+    UNSEEN if neither, MISSING if a check has no rows.
+    """
     intervals = [(check, result) for check, result in measured if result is not None]
     if len(intervals) < len(measured):
         return MISSING

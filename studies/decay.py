@@ -32,7 +32,10 @@ SCALINGS = ("none", "pi", "ntk", "yarn")  # at base 10000
 
 
 def score(inv_freq: Tensor, positions: int) -> Tensor:
-    """q . k / D of all-ones q at m and k at 0, float64 [positions]: by the rotation itself, not by its formula."""
+    """q . k / D of all-ones q at position m and k at 0, float64 [positions].
+
+    Computed with the rotation of the models, not with the formula for it, so it also tests the rotation.
+    """
     q = torch.ones(1, positions, 1, 2 * len(inv_freq), dtype=torch.float64)  # [batch, positions, heads, D]
     rotated = rotate(q, *cos_sin(phase(inv_freq), torch.arange(positions)))
     return rotated[0, :, 0].sum(dim=-1) / (2 * len(inv_freq))
@@ -59,6 +62,7 @@ class Decay:
 
 
 def decay(inv_freq: Tensor, positions: int) -> Decay:
+    """The three quantities for frequencies float64 [D / 2], radians per token."""
     return Decay(score(inv_freq, positions), similarity(inv_freq, positions), su_bound(inv_freq, positions))
 
 
@@ -66,6 +70,7 @@ def decay(inv_freq: Tensor, positions: int) -> Decay:
 
 
 def main() -> None:
+    """Compute the decay for every base and scaling method, print a summary, and write the table and the figure."""
     args = parse_arguments()
     D, T, L = args.head_dim, args.positions, args.ctx
     by_base = {f"base {base}": decay(frequencies(D, base), T) for base in BASES}
@@ -99,7 +104,7 @@ def scaled_frequencies(name: str, head_dim: int, positions: int, L: int) -> Tens
 
 
 def print_summary(curves: dict[str, Decay], head_dim: int, T: int) -> None:
-    """The mean score of three ranges of distances, the lowest B(m), and both ends of Su's bound."""
+    """Print for each curve the mean score of three ranges of distances, the lowest B(m) and the ends of Su's bound."""
     print(
         f"mean of q . k / D over distances, all-ones vectors, head_dim {head_dim}; lowest B(m); "
         "Su's bound at 0 and at the end"
@@ -125,7 +130,7 @@ def write_table(curves: dict[str, Decay], T: int, path: Path) -> None:
 
 
 def draw(by_base: dict[str, Decay], by_scaling: dict[str, Decay], head_dim: int, T: int, L: int, path: Path) -> None:
-    """Four rows of panels: score and bound by base, then score and bound by scaling."""
+    """Draw four rows of panels: score and bound for each base, then score and bound for each scaling method."""
     import matplotlib.pyplot as plt
 
     from measure import plots

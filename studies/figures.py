@@ -1,7 +1,11 @@
 """The figures of the study, from the rows of studies.matrix: python -m studies.figures
 
-encodings: loss against context length, with bands over seeds. scaling: the same for the methods on rope. finetune: loss
-against fine-tuning tokens. base: loss against RoPE's base. Each as PNG and SVG under results/.
+    encodings   perplexity against context length, with the range over seeds as a band
+    scaling     the same for the scaling methods on rope
+    finetune    perplexity against the number of fine-tuning tokens
+    base        perplexity against RoPE's base
+
+Each is written as PNG and SVG to results/. The same rows give the same files.
 """
 
 import argparse
@@ -31,8 +35,8 @@ METHOD_COLORS = {
     "yarn": "#E69F00",
     "rerope": "#56B4E9",
 }
-# (colour, line) of the encodings, the same in every figure: one blue for all that only rotate. The other encodings take
-# their colours in `style_of`.
+# (colour, line) of the encodings, the same in every figure. Encodings that only rotate have the same blue and different
+# lines. An encoding that is not listed gets its colour in `style_of`.
 ENCODING_STYLES = {
     "rope": ("#0072B2", "-"),
     "rope_interleaved": ("#0072B2", DASHED),
@@ -48,14 +52,15 @@ ENCODING_STYLES = {
 
 
 def style_of(name: str) -> tuple[str, Any]:
-    """(colour, line) of an encoding. New encodings have a mixed line, in colours from the end of the palette."""
+    """(colour, line) of an encoding. One that is not in ENCODING_STYLES has a dash-dotted line, and its colour is
+    taken from the end of the palette, by its place in the alphabet."""
     if name in ENCODING_STYLES:
         return ENCODING_STYLES[name]
     others = sorted({*choices("pos"), name} - ENCODING_STYLES.keys())
     return OKABE_ITO[::-1][others.index(name) % len(OKABE_ITO)], MIXED
 
 
-# ---- what the rows give ----
+# ---- values from the rows ----
 
 
 def seed_losses(rows: Rows, run: str, label: str) -> dict[int, np.ndarray]:
@@ -68,7 +73,7 @@ def seed_losses(rows: Rows, run: str, label: str) -> dict[int, np.ndarray]:
 
 
 def describe_bands(rows: Rows) -> str:
-    """What the bands show: the range of how many seeds. Runs can have different numbers of seeds."""
+    """For the title: the number of seeds whose range the bands show. It can differ between the runs of a figure."""
     seeds = defaultdict(set)
     for row in rows:
         seeds[run_of(row)].add(row["seed"])
@@ -82,7 +87,10 @@ def describe_bands(rows: Rows) -> str:
 
 
 def draw_line(ax: Any, points: dict[int, np.ndarray] | dict[float, np.ndarray], color: str, style: Any = "-") -> float:
-    """Draw the mean over seeds and a band over their range. points: x -> losses [seeds]. Returns the last mean."""
+    """Draw exp(mean loss over seeds) as a line and the range over seeds as a band.
+
+    points: x -> losses [seeds], nats per token. Returns the perplexity at the last x, for the label of the line.
+    """
     x = list(points)
     means = [np.exp(losses.mean()) for losses in points.values()]
     low, high = ([np.exp(end(losses)) for losses in points.values()] for end in (np.min, np.max))
@@ -92,6 +100,7 @@ def draw_line(ax: Any, points: dict[int, np.ndarray] | dict[float, np.ndarray], 
 
 
 def perplexity_axis(ax: Any) -> None:
+    """A logarithmic y axis with round numbers as ticks. Call it after all lines are drawn."""
     ax.set_yscale("log")
     low, high = ax.get_ylim()
     ticks = [p * 10**k for k in range(4) for p in (1, 1.5, 2, 3, 5, 7) if low <= p * 10**k <= high]
@@ -111,7 +120,10 @@ def open_frame(ax: Any) -> None:
 
 
 def over_lengths(rows: Rows, curves: list[tuple[str, str, str, str, Any]], title: str) -> Any:
-    """Perplexity against context length. curves: (run, label, name, colour, line)."""
+    """A figure of perplexity against context length.
+
+    curves: (run, label of the method, name in the figure, colour, line style). Curves without rows are left out.
+    """
     fig, ax = plt.subplots(figsize=(9, 5.2), dpi=150)
     L = rows[0]["train_ctx"]
     ends = []
@@ -150,7 +162,10 @@ def scaling(rows: Rows) -> Any:
 
 
 def finetune(rows: Rows) -> Any:
-    """Three panels, inside, at and beyond the target; a line for each method, which starts without fine-tuning."""
+    """Perplexity against the share of fine-tuning, in three panels: at L, at the target 4 L and at 8 L.
+
+    A line for each method. At 0 % the method is applied to rope without fine-tuning.
+    """
     rows = seeds_of(rows, "finetune")
     L = rows[0]["train_ctx"]
     tuned = [row for row in rows if row["part"] == "finetune" and row["label"] == "none"]
@@ -203,7 +218,10 @@ def draw_references(ax: Any, rows: Rows, n: int, L: int) -> list[tuple[float, st
 
 
 def base(rows: Rows) -> Any:
-    """Loss against RoPE's base, at several lengths."""
+    """Perplexity against RoPE's base in pre-training, with a line for each of the lengths L, 2 L, 4 L and 8 L.
+
+    Only seeds that the runs with other bases have are used, also for the default base.
+    """
     rows = seeds_of(rows, "base")
     L = rows[0]["train_ctx"]
     fig, ax = plt.subplots(figsize=(8, 4.8), dpi=150)

@@ -1,8 +1,8 @@
 """Every encoding, base and fine-tuning, each with several seeds, by one command: python -m studies.matrix
 
-The jobs are calls of train.py and eval.py; their results are gathered as rows of results/matrix.jsonl. Finished jobs
-are skipped and unfinished ones resumed, so it can be stopped at any time. `quick` is the same study at a toy size,
-`h200` on a GPU.
+A job trains one run with train.py and evaluates it with eval.py, each in a child process. The results are collected as
+rows of results/matrix.jsonl. The command can be stopped at any time: when it is run again, finished jobs are skipped
+and unfinished ones are resumed. `quick` is the same study at a toy size, `h200` at 41M parameters on a GPU.
 """
 
 import argparse
@@ -106,7 +106,7 @@ class Job:
 
 
 def plan(size: Size, seeds: tuple[int, ...]) -> list[Job]:
-    """All jobs, seed by seed: stopped at any time, what is finished is a study with fewer seeds."""
+    """All jobs, ordered by seed: if the study is stopped, the finished jobs are a study with fewer seeds."""
     jobs = []
     for seed in seeds:
         jobs += encoding_jobs(size, seed, first=seed == seeds[0])
@@ -122,14 +122,19 @@ def encoding_jobs(size: Size, seed: int, first: bool) -> list[Job]:
         # An encoding with a table of positions needs rows for the longest length that is evaluated
         table = (f"pos.max_positions={max(size.lengths)}",) if "max_positions" in yaml_values("pos", pos) else ()
         train = (f"pos={pos}", *table, *size.train, f"seed={seed}")
-        # Every scaling: for rope with all seeds; for the others, which behave alike, with the first one only
+        # Every scaling method is evaluated on rope with all seeds. On the other encodings the results are similar, so
+        # there the first seed is enough
         every_scaling = pos == "rope" or first
         jobs.append(Job("encodings", f"{pos}-s{seed}", seed, train, size.steps, size.lengths, every_scaling))
     return jobs
 
 
 def finetune_jobs(size: Size, seed: int) -> list[Job]:
-    """rope fine-tuned to 4 L with each method for several numbers of steps, and rope trained at 4 L from scratch."""
+    """Fine-tuning of rope to a context of 4 L with each method of EXTENSIONS, for several numbers of steps.
+
+    In addition one run that is trained at 4 L from scratch, for comparison. The columns `method`, `finetune_steps` and
+    `percent` (of the pre-training's steps) identify them in the rows.
+    """
     target = 4 * size.L
     lengths = tuple(n for n in size.lengths if size.L <= n <= 2 * target)
     exp = tuple(x for x in size.train if x.startswith("exp="))  # the other settings come from the run it starts from
@@ -151,7 +156,7 @@ def finetune_jobs(size: Size, seed: int) -> list[Job]:
 
 
 def base_jobs(size: Size, seed: int) -> list[Job]:
-    """rope pre-trained with other bases."""
+    """Runs of rope that are pre-trained with each base of BASES; their rows have it in the column `base`."""
     jobs = []
     for base in BASES:
         train = ("pos=rope", f"pos.base={base}", *size.train, f"seed={seed}")
@@ -161,7 +166,7 @@ def base_jobs(size: Size, seed: int) -> list[Job]:
 
 
 def minutes(job: Job, size: Size) -> float:
-    """A rough forecast of a job's duration: its tokens divided by the rates, and its start."""
+    """A rough forecast of a job's duration in minutes: its tokens divided by the rates, plus the time to start."""
     # About 20 methods apply to an encoding that rotates, and few to the others
     curves = 20 if job.every_scaling and "rope" in job.name else 2
     eval_tokens = curves * size.documents * sum(job.lengths)
@@ -187,7 +192,8 @@ def run_job(job: Job, size: Size, runs: str, deadline: float) -> Rows:
     evaluate = ["eval.py", "-m", f"run={job.name}", f"runs={runs}", *settings]
     run_script([*evaluate, f"scaling={','.join(methods) or 'none'}"], deadline)
     if job.name.startswith("rope-s"):
-        # One factor at all lengths, as a deployed model has it: the price inside L. And methods with log-n added
+        # One factor at all lengths, as in a deployed model, to measure the increase of the loss within L; and methods
+        # that are combined with log-n
         run_script([*evaluate, "scaling=pi,ntk,yarn", "++scaling.factor=fixed"], deadline)
         run_script([*evaluate, "scaling=ntk,yarn,rerope,rerope_leaky", "plus=logn"], deadline)
 
@@ -199,7 +205,11 @@ def run_job(job: Job, size: Size, runs: str, deadline: float) -> Rows:
 
 
 def run_script(argv: list[str], deadline: float) -> None:
-    """Run a script of this repo to completion. At the deadline send SIGTERM so that it saves, then raise Stopped."""
+    """Run a script of this repository in a child process until it ends.
+
+    argv: the script and its arguments. deadline: in seconds of time.monotonic(); when it passes, the child gets
+    SIGTERM, saves, and Stopped is raised. UserError if the child fails.
+    """
     child = subprocess.Popen([sys.executable, str(ROOT / argv[0]), *argv[1:]])
     timeout = max(0.1, deadline - time.monotonic()) if deadline < float("inf") else None
     try:
@@ -243,7 +253,11 @@ CURVE_COLUMNS = ("seed", "label", "n", "factor", "train_ctx", "extended_ctx", "l
 
 
 def gather(job: Job, run: Run, command: str) -> Rows:
-    """The run's curves as rows, with the gain over its window control at the same length."""
+    """The rows of a run: one for each of its newest curves and each length.
+
+    Each has the columns of eval.py in CURVE_COLUMNS, the gain over the run's window control at the same length (nats
+    per token, with its 95 % interval), and the origin: commit, command and number of threads.
+    """
     curves = [read_curve(file) for file in sorted((run.folder / "eval").glob("*.jsonl"))]
     newest = max(curves, key=lambda curve: curve.written)
     selected = select(curves, newest.first.targets)
@@ -273,9 +287,9 @@ def gather(job: Job, run: Run, command: str) -> Rows:
 
 @torch.inference_mode()
 def shifted(job: Job, run: Run, size: Size, command: str) -> Rows:
-    """Rows of the same targets after L/2 tokens at positions 0 .. L/2 - 1, and at positions L/2 .. L - 1.
+    """Two rows, `unshifted` and `shifted`: the same text of L/2 tokens at positions 0 .. L/2 - 1 and L/2 .. L - 1.
 
-    All of these positions were trained. An encoding that depends only on distances gives the same loss for both.
+    All of these positions were trained. An encoding that depends only on distances has the same loss in both rows.
     """
     n, scored = size.L // 2, size.scored_tokens
     _, text = long_documents(run.corpus, max(job.lengths), size.documents)  # [documents, longest + 1]
@@ -317,6 +331,7 @@ def commit() -> str:
 
 
 def main() -> None:
+    """Run all jobs that have no rows yet. The file of rows is written after each job, so no finished job is lost."""
     args = parse_arguments()
     check(args.size in SIZES, "size", args.size, f"one of {', '.join(SIZES)}")
     size = SIZES[args.size]
@@ -356,6 +371,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
+    """The seeds in a list with commas, 0,1,2 -> (0, 1, 2). UserError for anything else."""
     names = text.split(",")
     check(all(name.isdecimal() for name in names), "--seeds", text, "whole numbers, such as 0 or 0,1,2")
     return tuple(map(int, names))

@@ -1,10 +1,11 @@
-"""Does a run use far context, or does it only not break? python -m studies.probe run=recall ctx=2048 scaling=ntk
+"""Measure whether a run uses distant context: python -m studies.probe run=recall ctx=2048 scaling=ntk
 
-The model reads texts of n tokens that end in an answer, which stands once before at a known distance. Scored are nats
-per answer token and accuracy, for every n and distance, without scaling, with the window control and with the requested
-scaling. Right answers from further away than L show use of far context; the window control cannot give them. Runs
-trained on data=recall or data=copy are tested with the notes that they were trained to recall, any other run with a
-passage of real text that another document interrupts.
+The input is a text of n tokens that ends in an answer, and the answer occurs exactly once before, at a known distance.
+For every n and distance, the loss (nats per answer token) and the accuracy of the answer are measured without scaling,
+with the window control and with the requested scaling. If the distance is larger than L, correct answers show that the
+run uses distant context; the window control cannot see the first occurrence. A run that was trained on data=recall or
+data=copy is probed with notes like those of its training, any other run with a passage of real text that is repeated in
+another document.
 """
 
 import random
@@ -37,11 +38,11 @@ TOKENS_PER_PASS = 8192
 
 @dataclass(frozen=True)
 class Probe:
-    """A kind of text that ends in an answer which stands once before."""
+    """A kind of text that ends in an answer which also occurs once before, at a chosen distance."""
 
     description: str
-    answer: int  # tokens that are scored, at the end of the text
-    shortest: int  # the smallest distance between the two places
+    answer: int  # number of tokens of the answer, which are scored
+    shortest: int  # the smallest possible distance between the two occurrences, tokens
     chance: float  # accuracy of guessing
     example: Callable[[int, int, int], list[int]]  # (n, distance, seed) -> n + 1 tokens
 
@@ -60,7 +61,7 @@ class Cell:
 
 
 def probe_of(run: Run) -> Probe:
-    """The probe that suits the run's corpus."""
+    """Notes for a run that was trained on the corpus `recall` (data=recall or data=copy), else a copy of real text."""
     if run.cfg.data["kind"] != "recall":
         return copy_probe(run.corpus)
     assert isinstance(run.corpus, Corpus)  # our own runs have one
@@ -88,7 +89,10 @@ def copy_probe(corpus: HeldOut) -> Probe:
 
 
 def copy_of_text(corpus: HeldOut, n: int, distance: int, seed: int) -> list[int]:
-    """n + 1 tokens: a passage of CUE + ANSWER tokens, twice, `distance` tokens apart, in another held-out document."""
+    """n + 1 tokens: a passage of CUE + ANSWER tokens twice, `distance` tokens apart, inserted in another document.
+
+    Passage and document are drawn from the held-out documents; the same seed gives the same text.
+    """
     rng = random.Random(f"copy of text {seed}")
     size = CUE + ANSWER
     # Two documents, and where the passage starts in the first and the surrounding text in the second
@@ -103,7 +107,7 @@ def copy_of_text(corpus: HeldOut, n: int, distance: int, seed: int) -> list[int]
 
 
 def grid(ctx: int, shortest: int) -> list[tuple[int, int]]:
-    """(n, distance) for n in 64, 128, ... ctx and distance in 32, 64, ... below n."""
+    """(n, distance) in tokens, for n = 64, 128, ... ctx and distance = 32, 64, ... from `shortest` up to n - 32."""
     lengths = sorted({64 * 2**k for k in range(ctx.bit_length()) if 64 * 2**k < ctx} | {ctx})
     distances = [2**k for k in range(5, ctx.bit_length())]
     return [(n, d) for n in lengths for d in distances if shortest <= d <= n - 32]
@@ -119,7 +123,10 @@ def score(model: GPT, texts: Tensor, answer: int, change: ContextChange) -> tupl
 
 
 def measure(run: Run, probe: Probe, methods: list[Method], ctx: int, dtype: str) -> dict[str, list[Cell]]:
-    """label of the method -> a cell for every length and distance of the grid."""
+    """Label of the method -> a cell for every length and distance of the grid, each from EXAMPLES texts.
+
+    All methods get the same texts. ctx: the longest length, tokens.
+    """
     device = next(run.model.parameters()).device
     results: dict[str, list[Cell]] = {method.label: [] for method in methods}
     cells = grid(ctx, probe.shortest)

@@ -19,11 +19,11 @@ SAME = 0.02  # nats per token: the margin of "no worse" (twice the noise of a re
 
 @dataclass(frozen=True)
 class At:
-    """Rows of one condition: a run of the matrix (without its seed), the label of a method, and a length."""
+    """Rows of one condition: a run, a scaling method and a length."""
 
-    run: str
-    label: str
-    n: float
+    run: str  # name in the matrix without its seed, such as rope, base500 or pi-200
+    label: str  # of the method in evaluation: none, window, yarn, "ntk factor=fixed"; or shifted, unshifted
+    n: float  # in trained contexts, and after claims.in_tokens in tokens
 
     def __str__(self) -> str:
         method = "" if self.label == "none" else f" {self.label}"
@@ -32,9 +32,9 @@ class At:
 
 @dataclass(frozen=True)
 class Check:
-    """loss(a) - loss(b) > margin, nats per token; with less=True, < margin.
+    """The condition loss(a) - loss(b) > margin in nats per token, or < margin with less=True.
 
-    absolute: compare |difference| per document, for claims that a difference exists (or does not).
+    absolute: compare the mean over documents of |loss(a) - loss(b)|, for claims that two losses differ or are equal.
     """
 
     a: At
@@ -50,9 +50,10 @@ class Check:
 
 @dataclass(frozen=True)
 class DecayCheck(Check):
-    """score(a) - score(b) > margin, where score is q . k / D of all-ones q and k at each distance from n on.
+    """The condition score(a) - score(b) > margin, where score is the mean of q . k / D over the distances from n on.
 
-    From results/decay.csv, the table of studies.decay, and not from the rows. The run of `a` and `b` is "decay base B".
+    q and k are all ones. The values come from results/decay.csv, the table of studies.decay, instead of the rows. The
+    run of `a` and `b` is "decay base B".
     """
 
     def values(self, rows: Rows, at: At) -> dict[int, np.ndarray]:
@@ -77,11 +78,11 @@ class Claim:
     checks: list[Check] = field(default_factory=list)
 
 
-# ---- abbreviations ----
+# ---- checks that several claims use ----
 
 
 def worse(run: str, label: str, n: float, run_b: str, label_b: str, n_b: float, by: float = 0.0) -> Check:
-    """The first condition has a higher loss than the second, by more than `by`."""
+    """The first condition has a higher loss than the second, by more than `by` nats per token."""
     return Check(At(run, label, n), At(run_b, label_b, n_b), by)
 
 
@@ -96,6 +97,7 @@ def shift_changes(run: str) -> Check:
 
 
 def shift_changes_nothing(run: str) -> Check:
+    """The loss of the same text differs by less than SAME between these two ranges of positions."""
     return Check(At(run, "shifted", L / 2), At(run, "unshifted", L / 2), SAME, less=True, absolute=True)
 
 

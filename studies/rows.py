@@ -1,4 +1,4 @@
-"""The rows of the matrix, results/matrix.jsonl: reading them, and what several studies compute from them.
+"""The rows of the matrix, results/matrix.jsonl: functions that read them, and computations that several studies share.
 
 A row is one run, one method and one length n. Its keys are those of `gather` and `shifted` in studies/matrix.py, which
 writes the file. Claims, tables and figures only read it.
@@ -42,7 +42,7 @@ def run_of(row: dict[str, Any]) -> str:
 
 
 def seeds_of(rows: Rows, part: str) -> Rows:
-    """All rows with the seeds of one part of the matrix, so that it is compared with rope of the same seeds."""
+    """The rows of all parts whose seed occurs in this part: its runs are then compared with rope at the same seeds."""
     seeds = {row["seed"] for row in rows if row["part"] == part}
     return [row for row in rows if row["seed"] in seeds]
 

@@ -30,6 +30,7 @@ METHOD_COLORS = {
 
 
 def main() -> None:
+    """Print the summary and the table, and write the table and the figure to --out."""
     args = parse_arguments()
     trained = TrainedContext("rope", args.ctx, frequencies(args.rotary_dim, args.base))
     print(card(trained))
@@ -74,7 +75,7 @@ def rotations_by_method(trained: TrainedContext, factor: float) -> dict[str, Ten
 
 
 def print_table(by_method: dict[str, Tensor], ctx: int, factor: float) -> None:
-    """A line for each pair, a column for each method."""
+    """Print the rotations within ctx tokens: a line for each pair, from fast to slow, a column for each method."""
     print(f"\nrotations within {ctx} tokens, factor {factor:g}")
     print(f"{'pair':>5}" + "".join(f"{name:>12}" for name in by_method))
     for pair in range(len(by_method["none"])):
@@ -82,7 +83,7 @@ def print_table(by_method: dict[str, Tensor], ctx: int, factor: float) -> None:
 
 
 def write_table(by_method: dict[str, Tensor], path: Path) -> None:
-    """The same as CSV."""
+    """Write the table of `print_table` as CSV, with the columns pair and the names of the methods."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["pair", *by_method])
@@ -92,7 +93,7 @@ def write_table(by_method: dict[str, Tensor], path: Path) -> None:
 
 
 def draw(by_method: dict[str, Tensor], ctx: int, title: str, path: Path) -> None:
-    """A line for each method: rotations against the pair's index."""
+    """Draw the rotations within ctx tokens against the index of the pair, with a line for each method."""
     import matplotlib.pyplot as plt
 
     from measure import plots

@@ -1,4 +1,8 @@
-"""The rows of the matrix as tables: python -m studies.tables writes results/matrix.md"""
+"""The rows of the matrix as Markdown tables: python -m studies.tables writes results/matrix.md
+
+A cell is a perplexity, as the mean over seeds with the lowest and highest seed in brackets, or a gain over the window
+control in nats per token with its 95 % interval.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -21,10 +25,12 @@ document.
 
 
 def line(cells: Sequence[str]) -> str:
+    """One line of a Markdown table."""
     return "| " + " | ".join(cells) + " |"
 
 
 def header(cells: Sequence[str]) -> list[str]:
+    """The first two lines of a Markdown table: the names of the columns, and the rule below them."""
     return [line(cells), "|---" * len(cells) + "|"]
 
 
@@ -74,7 +80,7 @@ def by_length(rows: Rows, runs: list[tuple[str, str]], ns: list[int]) -> list[st
 
 
 def order_of(rows: Rows, run: str, label: str, n: int) -> float:
-    """To sort by: the mean loss over seeds; infinite where there is none."""
+    """The mean loss over seeds, as a sort key; infinite if there are no rows."""
     return float(np.mean(losses(rows, run, label, n) or [np.inf]))
 
 
@@ -87,6 +93,7 @@ def runs_of(rows: Rows, part: str, label: str | None = None) -> list[str]:
 
 
 def encodings_section(rows: Rows, ns: list[int], L: int) -> list[str]:
+    """Every encoding without scaling, sorted by the loss at 8 L."""
     encodings = sorted(runs_of(rows, "encodings"), key=lambda run: order_of(rows, run, "none", 8 * L))
     text = ["## Encodings, nothing changed\n", "`python -m studies.matrix --only encodings`\n"]
     return text + by_length(rows, [(run, f"`{run}`") for run in encodings], ns)
@@ -101,7 +108,7 @@ def rope_section(rows: Rows, methods: list[str], ns: list[int], L: int) -> list[
     beyond = [n for n in ns if n > L]
     text += ["\nGain over the window control of the same seed, nats per token, 95 % over seeds and documents:\n"]
     text += header(["", *(f"{n // L}x" for n in beyond)])
-    # Without the methods at a fixed factor ("pi factor=fixed"): they are there for their price inside L
+    # Methods with a fixed factor ("pi factor=fixed") are left out: they are measured for their loss within L only
     text += [line([f"`{m}`", *(gain(rows, "rope", m, n) for n in beyond)]) for m in methods if "=" not in m]
     return text
 

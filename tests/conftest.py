@@ -21,6 +21,14 @@ if not torch.cuda.is_available():  # the kernel is then tested in Triton's inter
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked slow or gpu run only where -m names them. Long tests come first, so that no worker ends with one."""
+    left_out = {marker for marker in ("slow", "gpu") if marker not in config.getoption("-m")}
+    config.hook.pytest_deselected(items=[x for x in items if any(map(x.get_closest_marker, left_out))])
+    items[:] = [x for x in items if not any(map(x.get_closest_marker, left_out))]
+    items.sort(key=lambda item: not (item.get_closest_marker("process") or item.get_closest_marker("distributed")))
+
+
 @pytest.fixture(scope="session")
 def cache(request, tmp_path_factory) -> str:
     """One corpus cache for all tests of all workers, with the corpus of exp=smoke in it.

@@ -148,6 +148,13 @@ def one_line_error(done: subprocess.CompletedProcess) -> str:
     return lines[0].removeprefix("error: ")
 
 
+def write_documents(folder: Path) -> None:
+    """A small corpus for data=text: the source files of model/ as folder/docs/*.txt."""
+    (folder / "docs").mkdir()
+    for i, path in enumerate(sorted((ROOT / "model").rglob("*.py"))):
+        (folder / "docs" / f"{i}.txt").write_text(path.read_text())
+
+
 def copy_of_the_repo(folder: Path, cache: str) -> None:
     """The files that git tracks (or would track), copied to folder, with the shared corpus cache."""
     git = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]

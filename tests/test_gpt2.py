@@ -11,7 +11,7 @@ from engine import checkpoint
 from engine.gpu_peaks import peak_flops
 from engine.throughput import Throughput, flops_per_token
 from model import gpt
-from tests.helpers import ROOT, train_settings
+from tests.helpers import train_settings, write_documents
 
 
 def test_flops_by_hand():
@@ -63,9 +63,7 @@ def with_peak(peak: float | None) -> type:
 @pytest.mark.parametrize("pos", ["rope", "learned"])
 def test_exp_gpt2_trains_on_local_text(pos, here, monkeypatch, capsys):
     """Its optimiser and its depth, but narrow, short and few steps. MFU as if the peak were 1 TFLOP/s, then unknown."""
-    (here / "docs").mkdir()
-    for i, path in enumerate(sorted((ROOT / "model").rglob("*.py"))):
-        (here / "docs" / f"{i}.txt").write_text(path.read_text())
+    write_documents(here)
     small = ("data=text", "data.files=docs/*.txt", "data.vocab_size=300", "model.width=48", "ctx=64",
              "batch_tokens=256", "val_windows=4", "log_every=2", "compile=false", "device=cpu")  # fmt: skip
     logged: list[dict] = []

@@ -7,6 +7,7 @@ transformers' float32 angles: of 1.9e-4 in one such case 1.5e-4 remained with al
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from hf import families, write
 from hf.config import Config
 from hf.families import FAMILIES
 from model import gpt
-from tests.helpers import error_of, run_eval, train_settings
+from tests.helpers import error_of, run_eval, train_settings, write_documents
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle of these tests: pip install it")
 transformers.logging.set_verbosity_error()
@@ -330,14 +331,24 @@ def with_tokenizer(folder, kind: str = "bytes"):
     t.save(str(folder / "tokenizer.json"))
 
 
-@pytest.fixture
-def folder(here):
-    """A complete checkpoint with a vocabulary of 300 tokens, in here/model."""
+TEXT = ("data=text", "data.files=docs/*.txt")  # what write_documents writes
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory) -> Path:
+    """A complete checkpoint with a vocabulary of 300 tokens."""
     settings = {**CASES["llama"][1], "vocab_size": 300, "initializer_range": 0.1}
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).save_pretrained(here / "model")
-    with_tokenizer(here / "model")
-    return here / "model"
+    folder = tmp_path_factory.mktemp("complete")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).save_pretrained(folder)
+    with_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(here, complete) -> Path:
+    """A copy of the complete checkpoint that the test may change, in here/model."""
+    return shutil.copytree(complete, here / "model")
 
 
 def eval_error(argv: list[str], monkeypatch) -> str:
@@ -348,7 +359,9 @@ def eval_error(argv: list[str], monkeypatch) -> str:
 def test_eval_scores_the_held_out_text_as_transformers_does(kind, folder, here, capsys):
     with_tokenizer(folder, kind)
     edit(folder, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
-    run_eval(f"run=hf:{folder}", "ctx=128", "task.scored_tokens=16", "documents=3", "scaling=pi", "dtype=float32")
+    write_documents(here)
+    settings = ("ctx=128", "task.scored_tokens=16", "documents=3", "scaling=pi", "dtype=float32")
+    run_eval(f"run=hf:{folder}", *TEXT, *settings)
     out = capsys.readouterr().out
     assert f"run: hf-model ({folder}, whose config.json says scaling=dynamic_hf hf_factor=2.0)" in out
     files = {f.name.split("-")[0]: f for f in (here / "runs/hf-model/eval").glob("*.jsonl")}
@@ -356,7 +369,7 @@ def test_eval_scores_the_held_out_text_as_transformers_does(kind, folder, here, 
     rows = [json.loads(line) for line in files["none"].read_text().splitlines()]
     assert [row["n"] for row in rows] == [16, 32, 64, 128] and rows[0]["train_ctx"] == L
     # The same by transformers alone: its model and tokenizer, and the corpus's own text
-    text = [t for _, t in corpora.held_out_texts({"kind": "sympy", "holdout": 32})[:3]]
+    text = [t for _, t in corpora.held_out_texts({"kind": "text", "files": "docs/*.txt", "holdout": 32})[:3]]
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     encoded = [tokenizer.encode(t, add_special_tokens=False) for t in text]
     ids = torch.tensor([e.ids[-129:] for e in encoded])
@@ -374,8 +387,9 @@ def test_eval_scores_the_held_out_text_as_transformers_does(kind, folder, here, 
 
 def test_another_trained_context_is_evaluated_again(folder, here):
     edit(folder, rope_parameters={"rope_type": "linear", "factor": 2.0})
+    write_documents(here)
     for L in (16, 32):
-        run_eval(f"run=hf:{folder}", f"train_ctx={L}", "ctx=128", "task.scored_tokens=16", "documents=2")
+        run_eval(f"run=hf:{folder}", *TEXT, f"train_ctx={L}", "ctx=128", "task.scored_tokens=16", "documents=2")
     windows = {f.read_text() for f in (here / "runs/hf-model/eval").glob("window-*.jsonl")}
     assert {json.loads(rows.splitlines()[-1])["window"] for rows in windows} == {32, 64}
 
@@ -476,7 +490,7 @@ def test_mistrals_default_window_applies_without_the_key(tmp_path):
 @pytest.mark.parametrize(
     "argv, right",
     [
-        (["data=text"], r"data=text: must be left out: a trained run is evaluated on its own corpus"),
+        (["data=text"], r"data=text: must be left out: a trained run is evaluated on its corpus"),
         (["train_ctx=64"], r"train_ctx=64: must be left out"),
         (["run=hf:model", "train_ctx=0"], r"train_ctx=0: must be null or at least 1"),
         (["run=hf:model", "train_ctx=64"], r"train_ctx=64: .*config\.json says 32"),
@@ -560,11 +574,12 @@ def test_exported_logits_equal_transformers(case, here, monkeypatch):
 
 def test_a_run_exported_and_read_back_has_the_same_curves(here, monkeypatch):
     """Weights, tokenizer, targets and their bytes: all of it, there and back."""
-    a_run(here, "model=llama", "model.n_kv_heads=1")
+    write_documents(here)
+    a_run(here, "model=llama", "model.n_kv_heads=1", *TEXT)
     run_export(monkeypatch, "run=x", "out=there")
     curves = []
-    for run in ("x", "hf:there"):
-        run_eval(f"run={run}", "ctx=128", "documents=2", "scaling=yarn", "dtype=float32")
+    for run, data in (("x", ()), ("hf:there", TEXT)):
+        run_eval(f"run={run}", *data, "ctx=128", "documents=2", "scaling=yarn", "dtype=float32")
         files = Path("runs", run.replace("hf:", "hf-"), "eval").glob("*.jsonl")
         curves.append({f.name.split("-")[0]: [json.loads(line) for line in f.read_text().splitlines()] for f in files})
     for label, rows in curves[0].items():
@@ -580,7 +595,7 @@ def test_a_run_exported_and_read_back_has_the_same_curves(here, monkeypatch):
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
 def test_exported_tokens_equal_ours(tokenizer, here, monkeypatch):
-    _, _, corpus = a_run(here, f"data.tokenizer={tokenizer}", "data.vocab_size=1024")
+    _, _, corpus = a_run(here, f"data.tokenizer={tokenizer}")
     run_export(monkeypatch, "run=x", "out=there")
     written = transformers.AutoTokenizer.from_pretrained("there")
     texts = [t for _, t in corpora.held_out_texts({"kind": "sympy", "holdout": 4})]
@@ -626,7 +641,7 @@ def test_errors_of_export(here, monkeypatch):
     assert "out: must be given a value" in export_error(monkeypatch, "run=x")
     assert "to=there: must be one of run=..., out=..." in export_error(monkeypatch, "to=there")
     (here / "full").mkdir()
-    assert "out=full: is there already" in export_error(monkeypatch, "run=x", "out=full")
+    assert "out=full: exists already" in export_error(monkeypatch, "run=x", "out=full")
 
     def no_room(*args, **kwargs):
         raise OSError(28, "No space left on device")

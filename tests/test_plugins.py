@@ -146,7 +146,7 @@ def test_the_tests_of_every_entry_need_no_edit_for_the_toys(toys):
     """The default tests iterate over the yaml files: those of the toys pass in the copy."""
     files = [f"tests/test_{name}.py" for name in ("pos", "attention", "scaling", "sample", "eval", "data", "registry")]
     chosen = "toy and not cached_decoding or toy-toy_half or toy_bias-toy_window or toy_table-toy_window"
-    start = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", *files, "-k", chosen]
+    start = [sys.executable, "-m", "pytest", "-q", "-rA", "-n", "0", "-p", "no:cacheprovider", *files, "-k", chosen]
     env = {**os.environ, "PYTHONPATH": str(toys)}
     done = subprocess.run(start, cwd=toys, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:]

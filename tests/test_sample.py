@@ -8,14 +8,14 @@ from hydra.core.global_hydra import GlobalHydra
 
 import sample
 from conf.compose import compose
-from conf.hydra_patches import run_main
+from conf.hydra_patches import exp_selects_runs, run_main
 from model import gpt, scaling
 from model.decode import Cache, Decoder
 from model.scaling import NotApplicable
 from sample import draw, quote_prompt
 from tests.helpers import ROOT, choices, command, error_of, more_positions, run_train, scaling_knobs, train_settings
 
-L, V = 16, 64
+L, V = 8, 64
 
 
 def build(pos: str, *more: str, layers: int = 2) -> tuple[gpt.GPT, scaling.TrainedContext]:
@@ -148,7 +148,7 @@ def test_the_command_writes_the_same_for_the_same_seed(here, monkeypatch, capsys
     assert "run: a" in first.stderr and "tokens/s" in first.stderr
 
     def run_command() -> None:
-        run_main(sample.main)
+        run_main(sample.main, exp_selects_runs, quote_prompt)
 
     def drawn(seed: int) -> str:
         """What the command prints, in this process."""

@@ -27,7 +27,7 @@ def test_one_failing_job_does_not_lose_the_others_and_finished_ones_are_skipped(
     assert sorted(Path(f).parent.name for f in before) == names
 
     again = command("train.py", *batches, cwd=here)
-    assert again.returncode == 1 and again.stdout.count("already trained, 2 steps") == 2
+    assert again.returncode == 1 and again.stdout.count("already trained, loss ") == 2
     assert files("runs/*/ckpt.pt") == before
 
     evaluate = ("-m", f"run={names[0]},nobody,{names[1]}", "ctx=128", "documents=3")
@@ -35,8 +35,13 @@ def test_one_failing_job_does_not_lose_the_others_and_finished_ones_are_skipped(
     assert done.returncode == 1 and "error: 1 of 3 jobs failed with the errors above: run=nobody" in done.stderr
     curves = files("runs/*/eval/*.jsonl")
     assert sorted(Path(f).parts[1] for f in curves) == sorted(2 * names)  # none and window of each
-    assert command("eval.py", *evaluate[:1], f"run={','.join(names)}", *evaluate[2:], cwd=here).returncode == 0
-    assert files("runs/*/eval/*.jsonl") == curves
+    done = command("eval.py", "-m", f"run={','.join(names)}", "scaling=none,pi", *evaluate[2:], cwd=here)
+    assert done.returncode == 0, done.stderr
+    after = files("runs/*/eval/*.jsonl")
+    assert {f: after[f] for f in curves} == curves  # not evaluated again
+    new = {(Path(f).parts[1], Path(f).name.split("-ctx")[0]) for f in after.keys() - curves.keys()}
+    assert new == {(name, "pi") for name in names}
+    assert sorted(p.name for p in here.iterdir() if p.name not in ("wandb", ".cache")) == ["runs"]
 
 
 def test_a_typo_in_a_sweep_is_found_before_any_job(here):

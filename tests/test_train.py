@@ -118,7 +118,7 @@ def test_ten_steps_equal_five_and_five_more(here, monkeypatch, capsys):
     assert not same(a["model"], {k: v + 1 for k, v in b["model"].items()})
     capsys.readouterr()
     run_train("steps=10", "name=parts")
-    assert "already trained, 10 steps" in capsys.readouterr().out
+    assert "runs/parts: already trained, loss " in capsys.readouterr().out
     run_train("steps=10", "name=parts", "fresh=true", "seed=1")
     assert weights("parts")["cfg"].seed == 1 and not same(weights("parts")["model"], a["model"])
 
@@ -189,7 +189,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(here):
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(here, monkeypatch):
     real = train.learning_rate
     monkeypatch.setattr(train, "learning_rate", lambda step, *a: math.inf if step == 12 else real(step, *a))
-    with pytest.raises(UserError, match=r"not finite by step 15: runs/x/ckpt\.pt keeps step 10; try optim\.lr below"):
+    with pytest.raises(UserError, match=r"not finite by step 15: runs/x/ckpt\.pt has step 10; try optim\.lr below"):
         run_train("name=x")
     state = weights("x")
     assert state["step"] == 10 and all(p.isfinite().all() for p in state["model"].values())

@@ -1,4 +1,7 @@
-"""FineWeb-Edu: educational web pages (Penedo et al. 2024, arXiv 2406.17557; ODC-By), the long ones of sample/10BT."""
+"""FineWeb-Edu: educational web pages (Penedo et al. 2024, arXiv 2406.17557; ODC-By), streamed from its sample-10BT.
+
+documents, min_bytes: the first so many pages with at least min_bytes bytes of UTF-8 text.
+"""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Long documents from a dataset on the Hugging Face hub, streamed: no more is downloaded than is kept."""
+"""Long documents from a dataset on the Hugging Face hub. They are streamed, so the download ends with the last one."""
 
 import itertools
 import os
@@ -9,7 +9,11 @@ from conf.errors import UserError
 
 
 def stream(corpus: str, dataset: str, documents: int, min_bytes: int, **load: Any) -> Iterator[tuple[str, str]]:
-    """(name, text) of the first `documents` documents that have min_bytes. UserError without a network."""
+    """Yield (name, text) of the first `documents` rows whose text has at least min_bytes bytes.
+
+    corpus: the name of our corpus, for messages. dataset: the name on the hub. load: further arguments of
+    datasets.load_dataset. UserError without the package or a network, and if the dataset has too few such documents.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         from datasets import load_dataset

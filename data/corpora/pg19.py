@@ -1,5 +1,10 @@
-"""PG-19: books of Project Gutenberg from before 1919 (Rae et al. 2019, arXiv 1911.05507), the corpus that the papers on
-context extension report. From the hub as parquet (emozilla/pg19; deepmind/pg19 is a script that datasets refuses)."""
+"""PG-19: books of Project Gutenberg from before 1919 (Rae et al. 2019, arXiv 1911.05507).
+
+Many papers on context extension report perplexity on it. Loaded as parquet files from emozilla/pg19, because
+deepmind/pg19 is a loading script, which current versions of datasets do not run.
+
+documents, min_bytes: the first so many books with at least min_bytes bytes of UTF-8 text.
+"""
 
 from collections.abc import Iterator
 

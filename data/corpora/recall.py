@@ -1,9 +1,10 @@
-"""Recall in real text: the default corpus, with notes between its lines, most of which were said before.
+"""Recall in real text: the default corpus with notes between its lines. Most notes repeat an earlier note.
 
-A note is a comment, `# K a f z c`: capital letters, then small ones. The small letters are drawn when a note is first
-said, so they can be known from its earlier saying and from nothing else. Notes alone are not learned by small models in
-minutes (nothing but their recall is to be gained from looking back); among real code they are, since code teaches it.
-After passkey retrieval (Mohtashami and Jaggi 2023, arXiv 2305.16300), with the notes in training as well.
+A note is a comment such as `# K a f z c`: capital letters (the key), then small letters (the answer). The answer is
+random when a note first occurs, so a model can predict it only from the earlier occurrence. Small models do not learn
+this in minutes from texts of notes alone, where attention to earlier tokens lowers the loss for notes only. Between
+lines of real code they do, because code rewards copying from the context, too (results/README.md). The idea is that of
+passkey retrieval (Mohtashami and Jaggi 2023, arXiv 2305.16300), but with notes in the training text as well.
 """
 
 import hashlib
@@ -20,7 +21,10 @@ NOTE = re.compile(r"# ([A-Z] )+[a-z]( [a-z])*")
 
 
 class Notes:
-    """Notes that are alive: at most `size`, each said again with equal chance until it is replaced."""
+    """The notes that can be repeated: at most `size` at a time. Each is equally likely to be written next.
+
+    key, answer: the number of letters of each part. never: a capital letter that random keys do not contain.
+    """
 
     def __init__(self, rng: random.Random, size: int, key: int, answer: int, never: str = ""):
         self.rng, self.size, self.key, self.answer = rng, size, key, answer
@@ -28,12 +32,14 @@ class Notes:
         self.alive: dict[str, str] = {}
 
     def new(self, first: str | None = None) -> str:
-        """A new note. first: its first capital; None draws it."""
+        """The text of a new random note. first: its first capital letter; None draws it."""
         key = [first or self.rng.choice(self.capitals), *self.rng.choices(self.capitals, k=self.key - 1)]
         letters = self.rng.choices(string.ascii_lowercase, k=self.answer)
         return " ".join(["#", *key, *letters])
 
     def say(self) -> str:
+        """The note to write next: with probability 0.2 (always while there are fewer than `size`) a new one is added,
+        in place of a random one; then one of the current notes is drawn."""
         if len(self.alive) < self.size or self.rng.random() < 0.2:
             while len(self.alive) >= self.size:
                 self.alive.pop(self.rng.choice(sorted(self.alive)))
@@ -43,12 +49,12 @@ class Notes:
 
 
 def interleave(lines: list[str], rng: random.Random, notes: Notes) -> str:
-    """lines, about every second one followed by a note."""
+    """The lines as one text, in which a note follows each line with probability 1/2."""
     return "".join(f"{x}\n{notes.say()}\n" if rng.random() < 0.5 else f"{x}\n" for x in lines)
 
 
 def annotate(lines: list[str], rng: random.Random, key: int, answer: int) -> str:
-    """lines with notes between them; how many are alive changes every 64 lines."""
+    """The lines with notes between them. The number of notes that can be repeated changes every 64 lines."""
     notes = Notes(rng, 1, key, answer)
     text = ""
     for i in range(0, len(lines), 64):
@@ -58,14 +64,16 @@ def annotate(lines: list[str], rng: random.Random, key: int, answer: int) -> str
 
 
 def fingerprint(key: int, answer: int) -> dict:
-    """key, answer: letters of each note."""
+    """key, answer: the number of capital and of small letters of a note. UserError if they are out of range."""
     if not (1 <= key <= 16 and 1 <= answer <= 64):
         raise UserError(f"data.key={key}, data.answer={answer}: must be 1 to 16 and 1 to 64 letters")
-    sample = annotate(["x"] * 256, random.Random("recall"), key, answer)  # another generator, another corpus
+    # A sample of notes, so that a change of the code above changes the fingerprint and the corpus is prepared again
+    sample = annotate(["x"] * 256, random.Random("recall"), key, answer)
     return {"corpus": "recall", "of": sympy.SHA256, "sample": hashlib.sha256(sample.encode()).hexdigest()}
 
 
 def documents(key: int, answer: int) -> Iterator[tuple[str, str]]:
+    """(name, text) of SymPy's files with notes, the same in every process."""
     for name, text in sympy.documents():
         yield name, annotate(text.splitlines(), random.Random(f"recall {name}"), key, answer)
 
@@ -73,10 +81,11 @@ def documents(key: int, answer: int) -> Iterator[tuple[str, str]]:
 def probe(
     texts: list[str], encode: Callable[[str], list[int]], n: int, distance: int, seed: int, key: int, answer: int
 ) -> list[int]:
-    """n + 1 tokens whose last `answer` are those of a note first said `distance` tokens before, and not in between.
+    """n + 1 tokens that end in the answer of a note which occurs exactly once before, `distance` tokens earlier.
 
-    texts: documents to take lines from, their own notes left out; eight other notes are said between the lines.
-    distance: more than a note's own length.
+    texts: documents whose lines fill the rest; notes in them are removed, and eight other notes are repeated between
+    the lines. encode: text -> tokens. distance: tokens, more than the length of a note. seed: the same one gives the
+    same text. UserError if the tokenizer does not give one token to each letter of the note.
     """
     rng = random.Random(f"probe {seed}")
     first = rng.choice(string.ascii_uppercase)
@@ -85,6 +94,7 @@ def probe(
     at = rng.randrange(len(lines))
 
     def filler(count: int) -> list[int]:
+        """The next `count` tokens of lines and other notes."""
         nonlocal at
         tokens: list[int] = []
         while len(tokens) < count:

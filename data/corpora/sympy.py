@@ -21,7 +21,10 @@ def fingerprint() -> dict:
 
 
 def documents() -> Iterator[tuple[str, str]]:
-    """(name, text) of each long source file, tests and generated parsers left out."""
+    """(name, text) of each source file of at least MIN_BYTES, without tests, benchmarks and generated parsers.
+
+    The package is located but never imported. UserError if it is not installed or its files have another checksum.
+    """
     spec = importlib.util.find_spec("sympy")  # found, never imported
     if spec is None or spec.origin is None:
         raise UserError(f"data=sympy: sympy is not installed: pip install sympy=={VERSION}")

@@ -9,6 +9,7 @@ from conf.errors import UserError
 
 
 def _paths(files: str | None) -> list[Path]:
+    """The files that the glob matches, sorted. UserError for fewer than two, because complete files are held out."""
     if not files:
         raise UserError("data=text needs data.files='GLOB', for example data.files='docs/**/*.txt'")
     paths = sorted(Path(p) for p in glob.glob(files, recursive=True) if Path(p).is_file())  # noqa: PTH207 (absolute globs)
@@ -20,11 +21,13 @@ def _paths(files: str | None) -> list[Path]:
 
 
 def fingerprint(files: str | None) -> dict:
+    """Depends on the content of the files and their order, not on their names. files: a glob, ** for subfolders."""
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in _paths(files)]
     return {"corpus": "text", "sha256": hashlib.sha256("".join(digests).encode()).hexdigest()}
 
 
 def documents(files: str | None) -> Iterator[tuple[str, str]]:
+    """(path, text) of each file; empty files are left out. UserError for a file that is not UTF-8 text."""
     for path in _paths(files):
         raw = path.read_bytes()
         try:

@@ -1,4 +1,4 @@
-"""Tasks: what is scored at a context length n. One file each; conf/task/NAME.yaml says `kind: FILE`.
+"""Tasks define the tokens that are scored at a context length n. One file each; conf/task/NAME.yaml has `kind: FILE`.
 
 A new task is one .py here, with a subclass of Task named `build`, and one .yaml; nothing else changes.
 """

@@ -1,7 +1,7 @@
-"""Prefixes: the document cut after n tokens, all of it scored, as YaRN's tables and figures do (its issue 13).
+"""Prefixes: all of the first n tokens of a document are scored, as in YaRN's tables and figures (its issue 13).
 
-The mean contains the easy and the hard early positions, so a collapse at the end is diluted, and every n has different
-targets.
+The mean contains the losses of early positions, which hide a failure at the end, and the targets differ between
+lengths.
 """
 
 from torch import Tensor

@@ -13,10 +13,10 @@ class Sliding(Task):
         self.stride, self.label = stride, f"sliding stride={stride}"
 
     def score(self, losses: Losses, text: Tensor, n: int) -> Tensor:
-        """The first window scores all its tokens, each later one its last `stride`, which see n - stride or more.
+        """The first window scores all of its tokens, each later one its last `stride` tokens -> nats [B, ctx].
 
-        The windows end with the text, so the first one may be shorter. A stride above n counts as n: then the windows
-        touch without an overlap.
+        A token of a later window has at least n - stride tokens of context. The last window ends with the text, so the
+        first one may be shorter than n. A stride above n counts as n: the windows then do not overlap.
         """
         ctx, stride = text.shape[1] - 1, min(self.stride, n)
         ends = list(range(ctx, n, -stride))[::-1]  # of the windows after the first

@@ -38,7 +38,7 @@ class Encoding(nn.Module):
     Letters: B batch, T time, H query heads, G key-value heads, D head width, C model width.
     """
 
-    # Whether a shift of all positions leaves the logits unchanged. The tests hold every encoding to it.
+    # Whether a shift of all positions leaves the logits unchanged. A test checks this for every encoding.
     relative: bool = True
     # The number of positions that the encoding has, 0 .. max_positions - 1, where it keeps a table of them: the model
     # can neither be trained nor evaluated at a longer context. None: any position can be computed.
@@ -57,7 +57,10 @@ class Encoding(nn.Module):
         return x
 
     def prepare(self, positions: Tensor, change: ContextChange) -> Any:
-        """Compute what rotate needs, such as cosines: once per forward pass, shared by all layers."""
+        """Compute the inputs of `rotate`, such as cosines: called once per forward pass, shared by all layers.
+
+        positions: int64 [T] or [B, T]. change: what a scaling method changes, for example the frequencies.
+        """
         return None
 
     def rotate(self, q: Tensor, k: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,8 @@ def slopes(n_heads: int) -> list[float]:
 
 
 class Alibi(Encoding):
+    """No knobs and no parameters: the slopes follow from the number of heads."""
+
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         distance = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)  # [..., Tq, Tk], exact: integers
         slope = torch.tensor(slopes(self.shape.n_heads), device=distance.device).view(-1, 1, 1)  # [H, 1, 1]

@@ -8,6 +8,8 @@ from model.pos import Encoding, Shape
 
 
 class Learned(Encoding):
+    """Knob: max_positions, the number of rows of the table; at least the training context."""
+
     relative = False
 
     def __init__(self, shape: Shape, max_positions: int):
@@ -19,7 +21,7 @@ class Learned(Encoding):
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         T = positions.shape[-1]
-        # Never a clamp or a modulo: those hide the error, and untrained rows look like extrapolation.
+        # A clamp or a modulo would hide the error: the loss of repeated or untrained rows looks like extrapolation.
         if self.table.num_embeddings < T and not torch.compiler.is_compiling():
             raise UserError(
                 f"pos=learned has {self.max_positions} positions and cannot read {T}: "

@@ -62,10 +62,14 @@ class Rope(Encoding):
         self.still = D // 2 - pairs  # pairs at frequency 0: part of the rotary width, but not rotated
 
     def phase(self, inv_freq: Tensor, device: torch.device) -> Tensor:
-        """Frequencies, float64 [pairs] -> turns per position times 2^64, int64 [P] with P = pairs + still."""
+        """Frequencies, float64 [pairs] -> rotations per position times 2^64, int64 [P] with P = pairs + still."""
         return phase(torch.cat((inv_freq, inv_freq.new_zeros(self.still)))).to(device)
 
     def prepare(self, positions: Tensor, change: ContextChange) -> Tables | KernelInputs:
+        """The angles of positions int64 [T] or [B, T], with the frequencies of `change` or else the trained ones.
+
+        Tables of cosines and sines for plain torch, or the phases and positions for the Triton kernel.
+        """
         inv_freq = self.inv_freq if change.inv_freq is None else change.inv_freq
         assert inv_freq is not None  # __init__ sets it
         device = positions.device
@@ -89,7 +93,7 @@ class Rope(Encoding):
         return near
 
     def _kernel_applies(self) -> bool:
-        """Whether prepare and rotate are those of this class: the kernel knows nothing of a subclass's."""
+        """Whether a subclass leaves prepare and rotate as they are here; the kernel would bypass an override."""
         return type(self).prepare is Rope.prepare and type(self).rotate is Rope.rotate
 
     def rotate(self, q: Tensor, k: Tensor, prepared: Tables | KernelInputs) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,9 @@
 """Sinusoidal embeddings (Vaswani et al. 2017, arXiv 1706.03762, section 3.5), scaled to the token embeddings.
 
-PE[p, 2i] = sin(p * 10000^(-2i/C)), PE[p, 2i+1] = cos(same). Unscaled its RMS is 0.71, that of a token embedding at
-initialisation 0.02: the positions would drown the tokens. So a learned scalar scales it, initialised to equal RMS.
+PE[p, 2i] = sin(p * 10000^(-2i/C)), PE[p, 2i+1] = cos(p * 10000^(-2i/C)), with C the width of the model.
+
+The RMS of PE is 0.71 and that of a token embedding at initialisation 0.02, so unscaled positions would dominate the
+sum. Therefore PE is multiplied by a learned scalar, which is initialised so that both have the same RMS.
 """
 
 import torch
@@ -13,6 +15,8 @@ from model.pos import Encoding, Shape
 
 
 class Sinusoidal(Encoding):
+    """Knob: base, 10000 in the paper."""
+
     relative = False
 
     def __init__(self, shape: Shape, base: float):

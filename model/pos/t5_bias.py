@@ -14,6 +14,11 @@ from model.pos import Encoding, Shape
 
 
 class T5Bias(Encoding):
+    """Knobs: buckets, the number of buckets; max_distance, tokens, from which on all distances share the last bucket.
+
+    The bias of each bucket and head is a parameter, initialised to 0.
+    """
+
     def __init__(self, shape: Shape, buckets: int, max_distance: int):
         super().__init__(shape)
         check(buckets >= 2, "pos.buckets", buckets, "at least 2")

@@ -1,12 +1,12 @@
-"""Context extension: one file each, with one pure function `scale`. conf/scaling/NAME.yaml says `kind: FILE`.
+"""Context extension: one file per method, with one pure function `scale`. conf/scaling/NAME.yaml has `kind: FILE`.
 
 A new method is one .py here and one .yaml; nothing else changes:
 
     def scale(trained: TrainedContext, n: int, <knobs of the yaml>) -> ContextChange
 
-It says what changes when a run that was trained at L tokens processes n tokens. It knows no module, no device and no
-cache, so the order in which lengths are evaluated cannot matter. If a longer input changes what earlier positions see
-(dynamic NTK), the file says PREFIX_CONSISTENT = False.
+It returns the change of the model when a run that was trained at L tokens processes n tokens. It is a pure function and
+has no access to the model, the device or a cache, so the order in which lengths are evaluated does not matter. If the
+logits of earlier positions depend on the length of the input (dynamic NTK), the module sets PREFIX_CONSISTENT = False.
 """
 
 import functools
@@ -26,7 +26,7 @@ class NotApplicable(UserError):
 
 @dataclass(frozen=True)
 class TrainedContext:
-    """What a scaling method may know of the run it is applied to."""
+    """The facts about a run that scaling methods may use."""
 
     pos: str  # the encoding's name
     train_ctx: int  # L, tokens: the context that the frequencies were pre-trained at
@@ -53,7 +53,7 @@ class TrainedContext:
 
 @dataclass(frozen=True)
 class ContextChange:
-    """What a scaling method changes. A field that equals its default is not changed."""
+    """What a scaling method changes in the model. A field that equals its default is left as it was trained."""
 
     inv_freq: Tensor | None = None  # float64 [rotary_dim / 2]; None: the trained ones
     factor: float = 1.0  # s, as resolved: for logs and tables only
@@ -62,7 +62,7 @@ class ContextChange:
     sinks: int = 0  # the first keys, which every query sees in addition to the window
     logn: int | None = None  # L: a query at position m is multiplied by max(1, ln(m + 1) / ln L)
     clip: int | None = None  # w: a key at distance r >= w is rotated as if at w + (r - w) / leak
-    leak: float = math.inf
+    leak: float = math.inf  # distances above w grow 1 / leak times as fast; inf: they are all rotated as w
 
     def overrides(self) -> dict:
         """The fields that this changes. A value that equals the default counts as unchanged, a tensor as changed."""
@@ -93,10 +93,11 @@ def override(trained: ContextChange, requested: ContextChange) -> ContextChange:
 
 
 def resolve(knobs: dict, trained: TrainedContext, n: int, ctx: int, plus: Sequence[dict] = ()) -> ContextChange:
-    """What the method in knobs (a yaml of conf/scaling) changes at length n, if ctx is the longest length of interest.
+    """The change by the method in `knobs` (a yaml of conf/scaling) when the run processes n tokens.
 
-    A knob called `factor` is resolved here: auto is n / L (1 inside L), fixed is ctx / L at every n (what a deployed
-    model pays), a number is itself. plus: methods to add. NotApplicable if the method does not fit the run.
+    A knob called `factor` becomes a number here: auto is n / L (1 for n <= L), fixed is ctx / L at every n (as in a
+    deployed model, whose factor cannot follow the length), and a number is used as it is. ctx: the longest length of
+    the evaluation, tokens. plus: the knobs of methods to combine with. NotApplicable if a method does not fit the run.
     """
     if plus:
         return functools.reduce(compose, (resolve(k, trained, n, ctx) for k in (knobs, *plus)))
@@ -114,7 +115,8 @@ def resolve(knobs: dict, trained: TrainedContext, n: int, ctx: int, plus: Sequen
 
 
 def _resolve_factor(factor: object, trained: TrainedContext, n: int, ctx: int) -> float:
-    if factor == "auto":  # never below what the run was fine-tuned to
+    """The extension factor s >= 1, from auto, fixed or a number. UserError for anything else."""
+    if factor == "auto":  # a fine-tuned run has at least the factor of its extended context
         return max(1.0, max(n, trained.extended_ctx) / trained.train_ctx)
     if factor == "fixed":
         return max(1.0, max(ctx, trained.extended_ctx) / trained.train_ctx)

@@ -1,8 +1,9 @@
 """Hugging Face's `dynamic`: NTK with s = f * n / L - (f - 1) past the trained context (and 1 inside it).
 
 f is what Hugging Face calls `factor`, and it is not the extension factor: at n = 4 L, f = 4 gives s = 13, f = 2 gives
-7, and only f = 1 gives 4, which is `dynamic_ntk`. Named apart so that a config's factor is never read as s.
-(Theirs also keeps the frequencies of the longest input it has seen, transformers#25104; this one is stateless.)
+7, and only f = 1 gives 4, which is `dynamic_ntk`. It is a separate method, so that f in a config.json is not mistaken
+for s. (In transformers it also keeps the frequencies of the longest input so far, transformers#25104; here it has no
+state.)
 """
 
 from conf.errors import UserError

@@ -1,7 +1,8 @@
-"""Log-n attention (Su, kexue.fm/archives/8823; Chiang and Cholak 2022, arXiv 2202.12172): a query at position m is
-multiplied by max(1, ln(m + 1) / ln L), so that attention stays as sharp over m + 1 keys as it was over L.
+"""Log-n attention (Su, kexue.fm/archives/8823; Chiang and Cholak 2022, arXiv 2202.12172).
 
-Any encoding. Composes with methods that change frequencies: scaling=ntk plus=logn.
+A query at position m is multiplied by max(1, ln(m + 1) / ln L), so that attention over m + 1 keys is as concentrated as
+it was over L keys. It works with any encoding, and together with methods that change frequencies: scaling=ntk
+plus=logn.
 """
 
 from model.scaling import ContextChange, NotApplicable, TrainedContext

@@ -18,8 +18,8 @@ def scale(
     trained: TrainedContext, n: int, factor: float, long: list | None = None, short: list | None = None,
     attention_factor: float | None = None,
 ) -> ContextChange:  # fmt: skip
-    """long, short: one number for each pair, as rope_parameters.long_factor in a config of Hugging Face's; short None
-    divides by 1."""
+    """long, short: one divisor for each rotary pair, for n > L and for n <= L, as long_factor and short_factor in
+    rope_parameters of a Hugging Face config.json; short None: all 1. attention_factor None: sqrt(1 + ln s / ln L)."""
     P, L = trained.rotary_dim // 2, trained.train_ctx
     short = [1.0] * P if short is None else short
     for name, divisors in (("long", long), ("short", short)):

@@ -1,4 +1,4 @@
-"""No change: the trained positions, simply continued."""
+"""No scaling: positions continue past the trained context with unchanged frequencies."""
 
 from model.scaling import ContextChange, TrainedContext
 

@@ -1,6 +1,7 @@
 """NTK-aware scaling (bloc97 2023; YaRN, arXiv 2309.00071, appendix A.1): raise the base to b * s^(D/(D-2)).
 
-The fastest pair stays as it is, the slowest is interpolated by s, those between in geometric progression.
+The frequency of the fastest pair is unchanged and that of the slowest is divided by s; the divisors of the pairs
+between them form a geometric progression. D is the rotary width, b the trained base.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""NTK-by-parts as the paper has it (bloc97 2023; YaRN, arXiv 2309.00071, section 3.2).
+"""NTK-by-parts as in the paper (bloc97 2023; YaRN, arXiv 2309.00071, section 3.2).
 
-A pair that rotates r times inside the trained context keeps the share clip((r - alpha) / (beta - alpha), 0, 1) of its
-frequency and is interpolated by s for the rest. (YaRN's code has its ramp over the pair index instead: see yarn.py.)
+For a pair that rotates r times within the trained context, let g = clip((r - alpha) / (beta - alpha), 0, 1). Its
+frequency theta becomes g theta + (1 - g) theta / s. (In YaRN's code the ramp is over the pair index instead: yarn.py.)
 """
 
 import math

@@ -1,6 +1,7 @@
-"""Su's NTK-RoPE-mixed (kexue.fm/archives/9706): pair i (from 1) is slowed by exp(a * i^b), and the last one by s.
+"""Su's NTK-RoPE-mixed (kexue.fm/archives/9706): the frequency of pair i = 1 .. P is divided by exp(a * i^b).
 
-b = 0.75 lies between NTK-aware scaling (b = 1, close to it) and all pairs alike (b = 0, which is PI).
+a is such that the frequency of the last pair is divided by s. b = 0.75 is between NTK-aware scaling (close to b = 1)
+and position interpolation, which divides all pairs alike (b = 0).
 """
 
 import math

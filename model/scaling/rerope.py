@@ -16,8 +16,10 @@ PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; 
 def scale(
     trained: TrainedContext, n: int, size: int | None = None, leak: float | str | None = None, always: bool = False
 ) -> ContextChange:
-    """size: w, None takes L / 2; leak: None clips, a number, or "auto" for the least that stays inside L; always: clip
-    in inputs no longer than L too (their last L - w distances are trained, so this costs: its tax)."""
+    """size: w in tokens, None: L / 2. leak: None clips, a number of at least 1, or "auto" for the smallest leak with
+    which no distance exceeds L. always: clip also at n <= L; distances from w to L are trained, so this raises the loss
+    there (the tax that eval.py prints). UserError for a value out of range, NotApplicable without rotary frequencies.
+    """
     L = trained.longest_trained_ctx
     w = max(1, L // 2) if size is None else size
     trained.inv_freq  # noqa: B018 (NotApplicable if there is nothing to clip)

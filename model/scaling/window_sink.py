@@ -1,8 +1,8 @@
-"""The window control and attention sinks: the first few keys stay in sight of every query.
+"""The window control with attention sinks: every query also attends to the first few keys.
 
-StreamingLLM (Xiao et al. 2023, arXiv 2309.17453) and LM-Infinite (Han et al. 2023, arXiv 2308.16137): models put
-attention on their first tokens, and a plain window takes those away. A rotary encoding sees the sinks at a distance of
-L, as LM-Infinite has it; distances that were never trained stay out. Other encodings see them where they are.
+StreamingLLM (Xiao et al. 2023, arXiv 2309.17453) and LM-Infinite (Han et al. 2023, arXiv 2308.16137): models attend
+strongly to the first tokens of a text, and a plain window removes them. With a rotary encoding the sinks are rotated as
+if at distance L, as in LM-Infinite, so that no untrained distance occurs. Other encodings use the real distance.
 """
 
 from conf.errors import UserError

@@ -1,8 +1,9 @@
 """YaRN as its code and Hugging Face compute it (Peng et al. 2023, arXiv 2309.00071; github.com/jquesnelle/yarn).
 
-Pairs that rotate more than beta_fast times inside the trained context stay, those that rotate less than beta_slow times
-are interpolated by s, and between them the share is a ramp over the *pair index* (the paper's ramp, over the number
-of rotations, gives frequencies that differ by up to 50 %). cos and sin are multiplied by 0.1 ln s + 1.
+Pairs that rotate more than beta_fast times within the trained context are unchanged, and the frequencies of those that
+rotate less than beta_slow times are divided by s. Between them is a linear ramp over the *pair index*. (The paper's
+ramp is over the number of rotations, and its frequencies differ by up to 50 %.) cos and sin are multiplied by 0.1 ln s
++ 1.
 """
 
 import math

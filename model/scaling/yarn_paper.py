@@ -1,7 +1,7 @@
-"""YaRN as the paper has it (Peng et al. 2023, arXiv 2309.00071, section 3.4): NTK-by-parts and a temperature.
+"""YaRN as in the paper (Peng et al. 2023, arXiv 2309.00071, section 3.4): NTK-by-parts with a temperature.
 
-Not what the authors' code and Hugging Face compute: their ramp goes over the pair index, see yarn.py; the frequencies
-differ by up to 50 %.
+The authors' code and Hugging Face compute something else: their ramp is over the pair index (yarn.py), and the
+frequencies differ from these by up to 50 %.
 """
 
 import math
