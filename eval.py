@@ -16,8 +16,7 @@ from omegaconf import DictConfig
 
 from conf.eval_schema import EvalConfig, eval_config
 from conf.hydra_patches import exp_selects_runs, run_main, sweep_job
-from engine import device as devices
-from engine import distributed
+from engine import device as devices, distributed
 from engine.run import Run
 from engine.tracking import tracker
 from measure import tables, tasks
@@ -68,8 +67,7 @@ def evaluate(cfg: EvalConfig) -> None:
     if distributed.rank() > 0:
         return
     if by_position:
-        positions.print_positions(by_position, run.context.train_ctx)
-        positions.write_positions(evaluation, methods, by_position)
+        positions.print_and_write(evaluation, methods, by_position)
     for method in missing:
         log_to_wandb(cfg.project, run, method, curves[method.label], curves["window"])
     draw(evaluation)

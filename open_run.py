@@ -1,5 +1,7 @@
 """Open the run that eval.py's run= names: one of ours, or a Hugging Face checkpoint with run=hf:PATH."""
 
+from typing import Any
+
 import torch
 
 from conf.eval_schema import EvalConfig
@@ -14,12 +16,9 @@ def open_run(cfg: EvalConfig, device: torch.device) -> Run:
     The model is on `device` and in evaluation mode. UserError if there is no such run, or if its encoding or the
     requested scaling cannot be used at the longest length.
     """
-    ctx, scalings = cfg.longest_ctx, cfg.scalings
+    common: dict[str, Any] = {"ctx": cfg.longest_ctx, "scalings": cfg.scalings, "runs": cfg.runs, "device": device}
     if cfg.run is not None and cfg.run.startswith(HF_PREFIX):
         from hf.read import open_hf
 
-        settings = {"train_ctx": cfg.train_ctx, "data": cfg.data, "runs": cfg.runs}
-        return open_hf(cfg.run.removeprefix(HF_PREFIX), ctx=ctx, device=device, scalings=scalings, **settings)
-    return Run.open(
-        cfg.run, runs=cfg.runs, cache=cfg.cache, device=device, ctx=ctx, scalings=scalings, exp=cfg.trained_with
-    )
+        return open_hf(cfg.run.removeprefix(HF_PREFIX), train_ctx=cfg.train_ctx, data=cfg.data, **common)
+    return Run.open(cfg.run, cache=cfg.cache, exp=cfg.trained_with, **common)

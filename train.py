@@ -9,6 +9,7 @@ code runs in every process; engine/distributed.py has the calls between them, an
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,7 @@ from conf.registry import describe
 from conf.schema import TrainConfig, train_config
 from data import corpus as corpora
 from data.batches import batch
-from engine import checkpoint, distributed, resume
-from engine import device as devices
+from engine import checkpoint, device as devices, distributed, resume
 from engine.compile import compile_blocks, should_compile
 from engine.optimizer import learning_rate, make_optimizer
 from engine.progress import progress_bar
@@ -34,6 +34,7 @@ from engine.throughput import Throughput
 from engine.tracking import tracker
 from engine.validation import Validation, describe_validation
 from model import gpt, spectrum
+from model.scaling import ContextChange
 
 COMPILE_AT = 10  # the first steps run uncompiled, so that a mistake shows before the half minute of compilation
 
@@ -89,7 +90,6 @@ def train(cfg: TrainConfig) -> None:
     state = parent = None  # free their tensors
 
     # ---- derived from the settings ----
-    micro_batches = count_micro_batches(local.stop - local.start, cfg)
     context = gpt.trained_context(cfg, model.pos)
     change, validation = gpt.trained_scaling(cfg, context), Validation(corpus, cfg, device)
     n_params = model.n_parameters()
@@ -101,13 +101,12 @@ def train(cfg: TrainConfig) -> None:
     print_start(cfg, folder, model, corpus.vocab_size, device, start)
     if cfg.init:
         print(finetune.describe(cfg, change.factor))
-    bar = progress_bar(cfg.steps * cfg.batch_tokens, done=start * cfg.batch_tokens)
     config = {**asdict(cfg), "n_parameters": n_params, "device": device.type}
     with (
         StopSignal() as stop,
         ranks.exit_if_a_rank_dies(stop),
         tracker(cfg.project, "train", cfg.name, cfg.name, config, "train/step") as log,
-        bar,
+        progress_bar(cfg.steps * cfg.batch_tokens, done=start * cfg.batch_tokens) as bar,
     ):
         result: dict[str, float] = {}  # of the last validation
         # A running sum of losses and gradient norms on the device: it is not finite from the first bad value on, so
@@ -116,24 +115,14 @@ def train(cfg: TrainConfig) -> None:
         began, saved, stopping = time.monotonic(), start, False
         throughput.restart(start)
         for step in range(start, cfg.steps):
-            # ---- one optimizer step of batch_tokens, accumulated over micro-batches ----
+            # ---- one optimizer step of batch_tokens ----
             if compiles and step >= COMPILE_AT:
                 bar.set_postfix_str("compiling, about half a minute the first time")
                 compile_blocks(model)
                 compiles = False
             lr = learning_rate(step, cfg.steps, cfg.optim)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            loss = torch.zeros((), device=device)
-            for i, (windows, positions) in enumerate(training_batch(cfg, corpus, step, local, micro_batches, device)):
-                with ranks.no_sync(losses, more=i + 1 < micro_batches):
-                    with devices.autocast(device, cfg.dtype):
-                        part = losses(windows[:, :-1], windows[:, 1:], positions, change).mean() / micro_batches
-                    part.backward()
-                loss += part.detach()
-            norm = ranks.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip))
-            optimizer.step()
-            optimizer.zero_grad()
+            batches = training_batches(cfg, corpus, step, local, device)
+            loss, norm = optimizer_step(cfg, model, losses, optimizer, batches, lr, change)
             health += loss + norm
             bar.update(cfg.batch_tokens)
 
@@ -205,24 +194,44 @@ def count_micro_batches(rows: int, cfg: TrainConfig) -> int:
     return parts
 
 
-def training_batch(
-    cfg: TrainConfig, corpus: corpora.Corpus, step: int, local: slice, micro_batches: int, device: torch.device
+def training_batches(
+    cfg: TrainConfig, corpus: corpora.Corpus, step: int, local: slice, device: torch.device
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """This rank's micro-batches of one step, as pairs (windows, positions) on `device`.
-
-    windows: int64 [rows, ctx + 1]; the first ctx tokens are inputs, the last ctx are their targets. positions: int64
-    [rows, ctx], or None for 0 .. ctx - 1. local: this rank's rows of the global batch.
-    """
-    rows = cfg.batch_tokens // cfg.ctx
+    """This rank's micro-batches: windows, int64 [rows, ctx + 1], and their positions [rows, ctx], or None: in order."""
+    rows, count = cfg.batch_tokens // cfg.ctx, count_micro_batches(local.stop - local.start, cfg)
     windows = batch(corpus.train, step, seed=cfg.seed, size=rows, ctx=cfg.ctx)[local]
-    pieces = windows.to(device, non_blocking=True).chunk(micro_batches)
+    pieces = windows.to(device, non_blocking=True).chunk(count)
     if cfg.positions == "ordered":
         return [(piece, None) for piece in pieces]
     from data.training_positions import sample
 
     assert cfg.longest is not None  # train_config sets it
     positions = sample(cfg.positions, step, seed=cfg.seed, rows=rows, ctx=cfg.ctx, longest=cfg.longest)  # [rows, ctx]
-    return list(zip(pieces, positions[local].to(device).chunk(micro_batches), strict=True))
+    return list(zip(pieces, positions[local].to(device).chunk(count), strict=True))
+
+
+def optimizer_step(
+    cfg: TrainConfig, model: gpt.GPT, losses: Callable[..., Tensor], optimizer: torch.optim.Optimizer,
+    batches: list[tuple[Tensor, Tensor | None]], lr: float, change: ContextChange,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Forward and backward passes of the micro-batches, clipping, and the update of the weights.
+
+    Returns the mean loss of this rank's batches, nats per token, and the norm of the gradient: scalars on the device.
+    """
+    ranks, device = distributed.ranks(), batches[0][0].device
+    loss = torch.zeros((), device=device)
+    for i, (windows, positions) in enumerate(batches):
+        with ranks.no_sync(losses, more=i + 1 < len(batches)):
+            with devices.autocast(device, cfg.dtype):
+                part = losses(windows[:, :-1], windows[:, 1:], positions, change).mean() / len(batches)
+            part.backward()
+        loss += part.detach()
+    norm = ranks.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
 
 
 # ---- output ----

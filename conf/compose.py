@@ -1,7 +1,6 @@
 """Compose settings as the command line does, but inside a running program: for tests, benchmarks and notebooks."""
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
+from hydra import compose as hydra_compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict

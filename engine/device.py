@@ -18,7 +18,7 @@ def start(device: str, kernel: str) -> torch.device:
     chosen = pick_device(device)
     try:
         kernels.choose(kernel, chosen)
-    except kernels.KernelUnavailable as e:
+    except ValueError as e:
         raise UserError(str(e)) from None
     distributed.join(chosen)
     return chosen

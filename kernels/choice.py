@@ -7,24 +7,18 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None  # triton has no wheel for some platforms
-
-
-class KernelUnavailable(ValueError):
-    """The chosen implementation cannot run on this device."""
-
-
 kernel = "auto"  # or triton or torch, for the whole process; choose() sets it
 
 
 def choose(name: str, device: torch.device) -> None:
     """Set the implementation for the rest of this process: auto, triton or torch.
 
-    KernelUnavailable if triton is chosen and cannot run on this device.
+    ValueError if triton is chosen and cannot run on this device.
     """
     global kernel
     if name == "triton" and not (TRITON_INSTALLED and (device.type == "cuda" or INTERPRETED)):
         reason = f"device={device.type} is not a CUDA device" if TRITON_INSTALLED else "triton is not installed"
-        raise KernelUnavailable(f"kernel=triton: {reason}: use kernel=auto")
+        raise ValueError(f"kernel=triton: {reason}: use kernel=auto")
     kernel = name
     uses_triton(device)  # loads the kernel
 

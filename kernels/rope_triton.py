@@ -16,8 +16,7 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-from torch import library as torch_ops
+from torch import Tensor, library as torch_ops
 
 BLOCK_H = 4  # heads in one tile
 HEADS = 16  # heads in one program, as a loop over tiles that share their sines and cosines

@@ -21,8 +21,7 @@ from conf.errors import check
 from conf.eval_schema import EvalConfig
 from conf.registry import describe, yaml_values
 from data.held_out import long_documents
-from engine import device as devices
-from engine import distributed
+from engine import device as devices, distributed
 from engine.progress import progress_bar
 from engine.run import Run
 from engine.signals import StopSignal

@@ -98,8 +98,7 @@ def draw_curves(curves: Sequence[Curve], path: Path, title: str, only: Sequence[
     for n, text in sorted(_marks(curves).items()):
         mark(ax, n, text)
     lengths_axis(ax, sorted({row.n for c in curves for row in c.rows}))
-    ax.set_xlabel("context: tokens given, n")
-    ax.set_ylabel("bits per byte of the same targets")
+    ax.set(xlabel="context: tokens given, n", ylabel="bits per byte of the same targets")
     _perplexity_axis(ax, curves[0].first)
     end_labels(ax, ends)
     ax.set_title(f"{title}\nbands: 95 % of the difference from the window control", fontsize=10, loc="left")

@@ -37,6 +37,12 @@ def position_rows(nats: Tensor) -> list[dict]:
     return rows
 
 
+def print_and_write(evaluation: Evaluation, methods: Sequence[Method], rows_of: dict[str, list[dict]]) -> None:
+    """Print the table and write the rows below runs/NAME/eval/positions. rows_of: label -> rows of `position_rows`."""
+    print_positions(rows_of, evaluation.run.context.train_ctx)
+    write_positions(evaluation, methods, rows_of)
+
+
 def write_positions(evaluation: Evaluation, methods: Sequence[Method], rows_of: dict[str, list[dict]]) -> None:
     """Write the rows of all methods to one file under runs/NAME/eval/positions. rows_of: label of the method -> rows.
 

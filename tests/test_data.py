@@ -10,8 +10,7 @@ import torch
 
 from conf.errors import UserError
 from conf.registry import choices, load_kind, yaml_values
-from data import batches, tokenizer
-from data import corpus as corpora
+from data import batches, corpus as corpora, tokenizer
 from data.batches import batch
 from data.corpora import sympy
 from data.held_out import long_documents, validation_windows

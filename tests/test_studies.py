@@ -16,8 +16,7 @@ from data import corpus as corpora
 from data.corpora import recall
 from model import spectrum
 from model.scaling import TrainedContext
-from studies import decay, probe
-from studies import spectrum as spectrum_study
+from studies import decay, probe, spectrum as spectrum_study
 from tests.helpers import eval_settings, run_train, train_settings
 
 

@@ -1,5 +1,6 @@
 """Training positions that are drawn from a longer range than the window."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,8 +33,8 @@ def test_a_batch_has_the_drawn_positions_of_its_rows_or_none(kind):
     cfg = train_settings("exp=smoke", f"positions={kind}")
     corpus = SimpleNamespace(train=np.arange(10_000, dtype=np.uint16))
     half, cpu = slice(4, 8), torch.device("cpu")
-    (all_windows, all_positions), *others = train.training_batch(cfg, corpus, 3, slice(0, 8), 1, cpu)
-    parts = train.training_batch(cfg, corpus, 3, half, 2, cpu)
+    (all_windows, all_positions), *others = train.training_batches(cfg, corpus, 3, slice(0, 8), cpu)
+    parts = train.training_batches(replace(cfg, micro_tokens=2 * 64), corpus, 3, half, cpu)
     assert not others and [len(windows) for windows, _ in parts] == [2, 2]
     assert torch.equal(torch.cat([windows for windows, _ in parts]), all_windows[half])
     if kind == "ordered":
