@@ -87,7 +87,7 @@ class Run:
             L, extended, parent = self.context.train_ctx, self.context.longest_trained_ctx, self.cfg.pretrained["run"]
             scaling = describe("scaling", self.cfg.scaling)
             lines += f"\n  pre-trained at ctx {L} ({parent}), extended to {extended} by scaling={scaling}: "
-            lines += f"none is as fine-tuned, the window control {extended} wide"
+            lines += f"scaling=none keeps it, and the window control sees {extended} tokens"
         return lines
 
 

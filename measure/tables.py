@@ -69,5 +69,5 @@ def headroom(none: Curve, copy_gain: Tensor) -> str:
     mean, low, high = difference(rows[L // 2], rows[L])
     line += f"; the farther half of L saves {mean:+.3f} [{low:+.3f}, {high:+.3f}]"
     if mean < SMALL_GAIN or low <= 0 or copy < SMALL_COPY:
-        line += "\n  that is little: this run can show what breaks past L, not who uses the context there"
+        line += "\n  that is little: this run can show which methods break past L, but not which ones use context there"
     return line

@@ -141,15 +141,16 @@ def draw(by_base: dict[str, Decay], by_scaling: dict[str, Decay], head_dim: int,
             draw_smoothed(axes[top, column], curve.score)
             draw_smoothed(axes[top + 1, column], curve.su_bound)
             axes[top, column].set_title(name if top == 0 else f"base 10000, {name}", fontsize=10, loc="left")
-            axes[top + 1, column].set_xlabel("distance m", fontsize=9)
+            axes[top + 1, column].set_xlabel("relative distance m", fontsize=9)
         for ax in axes[top : top + 2, len(group) :].flat:  # fewer scalings than bases
             ax.axis("off")
         axes[top, 0].set_ylabel(f"q . k / D, all ones\n(B(m) is {head_dim // 2} times this)", fontsize=9)
         axes[top + 1, 0].set_ylabel("Su's bound", fontsize=9)
     title = (
-        f"RoPE by distance, head_dim {head_dim}: upper half by base, lower half by scaling (L = {L}, factor {T / L:g})"
+        f"Decay of q . k with distance under RoPE (head_dim {head_dim}). Upper half: by base. "
+        f"Lower half: by scaling method (L = {L}, factor {T / L:g})"
     )
-    fig.suptitle(f"{title}; dark: mean over 64 distances", fontsize=11, x=0.01, ha="left")
+    fig.suptitle(f"{title}. Dark lines: mean over 64 distances", fontsize=11, x=0.01, ha="left")
     fig.tight_layout()
     plots.save(fig, path)
 

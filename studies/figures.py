@@ -80,7 +80,7 @@ def describe_bands(rows: Rows) -> str:
     counts = sorted({len(of_one_run) for of_one_run in seeds.values()})
     if counts[-1] == 1:
         return "one seed"
-    return f"bands: the range of {' or '.join(map(str, counts))} seeds"
+    return f"bands: range over {' or '.join(map(str, counts))} seeds"
 
 
 # ---- parts of the figures ----
@@ -107,7 +107,7 @@ def perplexity_axis(ax: Any) -> None:
     ax.yaxis.set_minor_locator(NullLocator())
     ax.set_yticks(ticks)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    ax.set_ylabel("perplexity of the same targets")
+    ax.set_ylabel("perplexity on the same targets")
 
 
 def open_frame(ax: Any) -> None:
@@ -136,7 +136,7 @@ def over_lengths(rows: Rows, curves: list[tuple[str, str, str, str, Any]], title
     )
     perplexity_axis(ax)
     plots.end_labels(ax, ends, space=6, styles={name: style for _, _, name, _, style in curves})
-    ax.set_xlabel("context: tokens given, n")
+    ax.set_xlabel("context length n (tokens)")
     shown = {run for run, *_ in curves}
     bands = describe_bands([row for row in rows if run_of(row) in shown])
     ax.set_title(f"{title}\n{bands}", fontsize=10, loc="left")
@@ -148,7 +148,7 @@ def encodings(rows: Rows) -> Any:
     names = sorted({run_of(row) for row in rows if row["part"] == "encodings"})
     curves = [(name, "none", "NoPE (none)" if name == "none" else name, *style_of(name)) for name in names]
     window = ("rope", "window", "rope, window control", CONTROL, DOTTED)
-    return over_lengths(rows, [*curves, window], "Encodings read past the context trained at")
+    return over_lengths(rows, [*curves, window], "Extrapolation of each positional encoding past the trained context")
 
 
 def scaling(rows: Rows) -> Any:
@@ -158,11 +158,11 @@ def scaling(rows: Rows) -> Any:
         for method, color in METHOD_COLORS.items()
     ]
     window = ("rope", "window", "window control", CONTROL, DOTTED)
-    return over_lengths(rows, [*curves, window], "RoPE read past its context by each method")
+    return over_lengths(rows, [*curves, window], "Extrapolation of RoPE past the trained context, by scaling method")
 
 
 def finetune(rows: Rows) -> Any:
-    """Perplexity against the share of fine-tuning, in three panels: at L, at the target 4 L and at 8 L.
+    """Perplexity against the share of fine-tuning, in three panels: at L, at the fine-tuning context 4 L and at 8 L.
 
     A line for each method. At 0 % the method is applied to rope without fine-tuning.
     """
@@ -170,7 +170,7 @@ def finetune(rows: Rows) -> Any:
     L = rows[0]["train_ctx"]
     tuned = [row for row in rows if row["part"] == "finetune" and row["label"] == "none"]
     shares = sorted({row["percent"] for row in tuned if row["percent"]})  # % of the pre-training
-    panels = ((L, "inside"), (4 * L, "at the target"), (8 * L, "beyond it"))
+    panels = ((L, "trained context"), (4 * L, "fine-tuning context"), (8 * L, "twice the fine-tuning context"))
     fig, axes = plt.subplots(1, len(panels), figsize=(13, 4.6), dpi=130, sharey=True)
     labels = []  # of each panel: (perplexity, text, colour) of its lines
     for ax, (n, place) in zip(axes, panels, strict=True):
@@ -178,12 +178,12 @@ def finetune(rows: Rows) -> Any:
         labels.append(ends)
         open_frame(ax)
         ax.set_title(f"{place}: n = {n} = {n // L} L", fontsize=10, loc="left")
-        ax.set_xlabel("fine-tuning tokens, % of pre-training")
+        ax.set_xlabel("fine-tuning tokens (% of pre-training tokens)")
         ax.set_xticks([0, *shares], [f"{share:g}" for share in (0, *shares)], fontsize=8)
     perplexity_axis(axes[0])  # shared by all panels, so the limits are known only now
     for ax, ends in zip(axes, labels, strict=True):
         plots.end_labels(ax, ends, space=6)
-    title = f"RoPE trained at {L}, fine-tuned at {4 * L} (0 %: the method alone); {describe_bands(tuned)}"
+    title = f"RoPE trained at {L} and fine-tuned at {4 * L} (0 %: scaling without fine-tuning); {describe_bands(tuned)}"
     fig.suptitle(title, fontsize=11, x=0.01, ha="left")
     fig.tight_layout(w_pad=4)
     return fig
@@ -239,7 +239,10 @@ def base(rows: Rows) -> Any:
 
     # two published rules for the base, as vertical lines
     bound, matched = base_bound(HEAD_DIM, L), scale_matched_base(HEAD_DIM, L)
-    text = f"{bound:,.0f}: base bound for {L} (Men et al.)\n{matched:,.0f}: slowest pair turns as in Llama 2"
+    text = (
+        f"{bound:,.0f}: lower bound on the base for L = {L} (Men et al.)\n"
+        f"{matched:,.0f}: slowest pair rotates as often as in Llama 2"
+    )
     for x, style in ((bound, "-"), (matched, DOTTED)):
         ax.axvline(x, color="#999999", linewidth=1, linestyle=style)
     ax.annotate(text, (bound, 1), xycoords=("data", "axes fraction"), xytext=(4, -4), textcoords="offset points",
@@ -249,9 +252,11 @@ def base(rows: Rows) -> Any:
     ax.set_ylim(top=ax.get_ylim()[1] * 1.3)  # room for the text above
     open_frame(ax)
     plots.end_labels(ax, ends, space=8)
-    ax.set_xlabel("RoPE's base")
+    ax.set_xlabel("base of RoPE in pre-training")
     bands = describe_bands([row for row in rows if run_of(row) in runs.values()])
-    ax.set_title(f"RoPE's base in pre-training at {L}, read at n\n{bands}", fontsize=10, loc="left")
+    ax.set_title(
+        f"RoPE with different bases, trained at {L} and evaluated at n tokens\n{bands}", fontsize=10, loc="left"
+    )
     return fig
 
 

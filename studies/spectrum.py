@@ -40,7 +40,8 @@ def main() -> None:
     table, figure = Path(args.out).with_suffix(".csv"), Path(args.out).with_suffix(".png")
     write_table(by_method, table)
     title = (
-        f"RoPE's pairs: rotary width {args.rotary_dim}, base {args.base:g}; factor {args.factor:g} at L = {args.ctx}"
+        f"Rotations of each RoPE pair within L = {args.ctx} tokens "
+        f"(rotary_dim {args.rotary_dim}, base {args.base:g}, extension factor {args.factor:g})"
     )
     draw(by_method, args.ctx, title, figure)
     print(f"\n{figure}   {table}")
@@ -51,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ctx", type=int, default=256, help="the trained context, L")
     parser.add_argument("--rotary-dim", type=int, default=64)
     parser.add_argument("--base", type=float, default=10000.0)
-    parser.add_argument("--factor", type=float, default=8.0, help="of the methods that have one")
+    parser.add_argument("--factor", type=float, default=8.0, help="extension factor of the methods that have one")
     parser.add_argument("--out", default="results/spectrum", help="writes OUT.png and OUT.csv")
     args = parser.parse_args()
     if args.ctx < 2 or args.rotary_dim < 4 or args.rotary_dim % 2 or args.base < 1 or args.factor < 1:
@@ -104,11 +105,11 @@ def draw(by_method: dict[str, Tensor], ctx: int, title: str, path: Path) -> None
         color = METHOD_COLORS[name]
         ax.plot(range(len(r)), r, color=color, marker="o", markersize=3, linewidth=1.4, linestyle=style, label=label)
     ax.axhline(1, color="#999999", linewidth=1)
-    ax.annotate(f"one turn within {ctx} tokens", (1, 1), xycoords=("axes fraction", "data"), xytext=(-4, 4),
+    ax.annotate(f"one rotation within {ctx} tokens", (1, 1), xycoords=("axes fraction", "data"), xytext=(-4, 4),
                 textcoords="offset points", ha="right", color="#666666", fontsize=9)  # fmt: skip
     ax.set_yscale("log")
-    ax.set_xlabel("rotary pair, fast to slow")
-    ax.set_ylabel(f"turns within {ctx} tokens")
+    ax.set_xlabel("rotary pair, from high to low frequency")
+    ax.set_ylabel(f"rotations within {ctx} tokens")
     ax.legend(frameon=False, fontsize=9)
     ax.set_title(title, fontsize=10, loc="left")
     ax.spines[["top", "right"]].set_visible(False)

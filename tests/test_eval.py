@@ -146,10 +146,10 @@ def test_headroom_says_when_there_is_little():
         return Curve([row([half] * 30, n=128, tokens=30), row([full] * 30, n=256, tokens=30)])
 
     much, little = torch.full((30, 7), 2.0), torch.full((30, 7), 0.01)
-    assert "this run can show what breaks" not in tables.headroom(curve(3.0, 2.9), much)
+    assert "this run can show which methods break" not in tables.headroom(curve(3.0, 2.9), much)
     assert "farther half of L saves +0.100" in tables.headroom(curve(3.0, 2.9), much)
-    assert "this run can show what breaks" in tables.headroom(curve(3.0, 2.99), much)
-    assert "this run can show what breaks" in tables.headroom(curve(3.0, 2.9), little)
+    assert "this run can show which methods break" in tables.headroom(curve(3.0, 2.99), much)
+    assert "this run can show which methods break" in tables.headroom(curve(3.0, 2.9), little)
 
 
 def test_loss_by_position_is_the_mean_of_each_bucket():

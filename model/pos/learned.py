@@ -24,7 +24,7 @@ class Learned(Encoding):
         # A clamp or a modulo would hide the error: the loss of repeated or untrained rows looks like extrapolation.
         if self.table.num_embeddings < T and not torch.compiler.is_compiling():
             raise UserError(
-                f"pos=learned has {self.max_positions} positions and cannot read {T}: "
+                f"pos=learned has {self.max_positions} positions and cannot process {T} tokens: "
                 f"train with pos.max_positions={T} (rows past the trained context stay untrained)"
             )
         return x + self.table(positions)
