@@ -140,7 +140,7 @@ def launch(
     """Rotate q [B, T, H, D] and k [B, T, G, D] into yq and yk of the same shapes.
 
     All four may have any strides, as long as the last one is 1. wrap: applied to the kernel before the launch, such as
-    torch.library.wrap_triton. The other arguments are those of kernels.rope.rope.
+    wrap_triton (of torch). The other arguments are those of kernels.rope.rope.
     """
     B, T, H, D = q.shape
     G, P = k.shape[2], len(phase)
