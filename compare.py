@@ -1,7 +1,7 @@
 """Lay the evaluated curves of any runs over each other, offline: python compare.py [RUN ...]
 
 Prints one table and draws one figure of every curve that eval.py has measured on the same targets. Curves on other
-targets (another ctx, task or corpus) are counted and left out, because their losses are not comparable. Nothing is
+texts (another task, corpus or documents) are counted and left out, because their losses are not comparable. Nothing is
 measured here.
 """
 
@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from conf.errors import UserError, user_errors_in_one_line
-from measure import comparison
+from measure import accuracy, comparison
 from measure.curves import Curve, read_curve, select
 
 
@@ -20,7 +20,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", nargs="*", help="names of runs; all of them if none is named")
     parser.add_argument("--only", help="labels to show, such as none,window; all of them otherwise")
-    parser.add_argument("--gain", action="store_true", help="print each curve's gain over its window control, too")
+    parser.add_argument("--gain", action="store_true", help="print each curve's gain over the better control, too")
+    parser.add_argument(
+        "--task", help="compare curves of this task, such as recall; otherwise of the most common texts"
+    )
+    parser.add_argument("--threshold", type=float, default=0.8, help="of the effective context: accuracy from 0 to 1")
     parser.add_argument("--runs", default="runs", help="the folder of runs")
     parser.add_argument("--out", default="compare.png", help="the figure, in the folder of runs unless it has a /")
     args = parser.parse_args()
@@ -30,8 +34,10 @@ def main() -> None:
 
     # ---- the curves that can be compared: those on the same targets ----
     curves = read_curves(args.runs, args.run)
-    targets = most_shared_targets(curves)
-    selected = select(curves, targets)
+    if args.task and not (curves := [c for c in curves if c.first.task.split()[0] == args.task]):
+        raise UserError(f"--task {args.task}: no curve of this task: first: python eval.py task={args.task}")
+    texts = most_shared_texts(curves)
+    selected = select(curves, texts)
     labels = sorted({c.label for c in selected})
     only = args.only.split(",") if args.only else labels
     if unknown := [label for label in only if label not in labels]:
@@ -39,15 +45,23 @@ def main() -> None:
     shown = [c for c in selected if c.label in only]
 
     # ---- table, gains, figure ----
-    comparison.print_comparison(shown)
-    if args.gain:
-        comparison.print_gains(shown, selected)
-    if others := sum(c.first.targets != targets for c in curves):
-        print(f"left out: {others} curves on other targets (another ctx, task or corpus), which cannot be compared")
+    with_answer = bool(shown[0].first.hits)
+    if with_answer:
+        accuracy.print_accuracy(shown, args.threshold)
+    else:
+        comparison.print_comparison(shown)
+        if args.gain:
+            comparison.print_gains(shown, selected)
+    if others := len({(row.texts, c.run, c.label) for c in curves for row in c.rows if row.texts != texts}):
+        print(f"left out: {others} curves on other texts (another task, corpus or documents), which cannot be compared")
     out = Path(args.out) if "/" in args.out else Path(args.runs) / args.out
     from measure import plots
 
-    plots.draw_curves(selected, out, "Loss against context length, on the same targets", only)
+    if with_answer:
+        title = f"Accuracy against context length, task={shown[0].first.task}"
+        accuracy.draw_accuracy(shown, out, title, args.threshold)
+    else:
+        plots.draw_curves(selected, out, "Loss against context length, on the same targets", only=only)
     print(f"figure: {out}")
 
 
@@ -67,14 +81,15 @@ def read_curves(runs: str, names: list[str]) -> list[Curve]:
     return [read_curve(file) for file in files]
 
 
-def most_shared_targets(curves: list[Curve]) -> str:
-    """The key of the targets that most runs were evaluated on; of several such keys, the one with the most curves.
+def most_shared_texts(curves: list[Curve]) -> str:
+    """The key of the texts that most runs were evaluated on; of several such keys, the one with the most curves.
 
-    The key is `Row.targets` (measure/curves.py), a hash of the scored tokens.
+    The key is `Row.texts` (measure/curves.py), a hash of the task and its texts.
     """
-    runs = Counter(targets for targets, _ in {(c.first.targets, c.run) for c in curves})
-    count = Counter(c.first.targets for c in curves)
-    return max(count, key=lambda targets: (runs[targets], count[targets]))
+    found = {(row.texts, c.run, c.label) for c in curves for row in c.rows}
+    runs = Counter(texts for texts, _ in {(texts, run) for texts, run, _ in found})
+    count = Counter(texts for texts, *_ in found)
+    return max(count, key=lambda texts: (runs[texts], count[texts]))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Measure a trained run against context length: python eval.py ctx=8192 scaling=ntk
 
-By default (matched targets) the last tokens of the same held-out documents are scored at every length n = 64 .. ctx,
-with the last n tokens of the document as input. The targets are the same at every n, so a change of the loss is due to
-the context. Every evaluation also measures two controls: no scaling, and the window control, in which each query
-attends to as many tokens as the trained context has. A method that does not beat the window control has not extended
-the context.
+By default (matched targets) the last tokens of windows of the same held-out documents are scored at every length
+n = 64 .. ctx, with the n tokens before them as input. The targets are the same at every n, so a change of the loss is
+due to the context. Every evaluation also measures no scaling and two controls that see as many tokens as the trained
+context has: in the window control each query attends to so many tokens, in truncation only so many are given. A method
+that does not beat the better control has not extended the context.
 
-A finished curve is a file under runs/NAME/eval and is not measured again.
+Finished lengths are kept in files under runs/NAME/eval and are not measured again.
 """
 
+import importlib
 from dataclasses import asdict
 
 import hydra
@@ -19,8 +20,7 @@ from conf.hydra_patches import exp_selects_runs, run_main, sweep_job
 from engine import device as devices, distributed
 from engine.run import Run
 from engine.tracking import tracker
-from measure import tables, tasks
-from measure.curves import Curve, read_curve, select
+from measure.curves import Curve, Row, controls, read_curve, select
 from measure.evaluation import NONE, WINDOW, Evaluation, Method, requested_method
 from measure.statistics import gain
 from model import spectrum
@@ -39,38 +39,46 @@ def evaluate(cfg: EvalConfig) -> None:
     UserError if there is no such run, or if the encoding or the scaling does not apply at this length. Under torchrun
     all ranks measure, and rank 0 alone prints and writes.
     """
-    # ---- the run, the task and the documents ----
+    # ---- the run, the task and its texts ----
     device = devices.start(cfg.device, cfg.kernel)
     run = open_run(cfg, device)
-    evaluation = Evaluation(run, tasks.build(cfg.task), cfg, device)
+    evaluation = Evaluation(run, cfg, device)
     requested = requested_method(cfg)
     methods = [NONE, WINDOW]
     if requested not in methods:
         methods.append(requested)
+    breakdowns = None
+    if cfg.by_position or cfg.by_antecedent or cfg.key_tokens:
+        from measure.breakdowns import Breakdowns
+
+        breakdowns = Breakdowns(evaluation, methods, requested, cfg)
     print_start(run, requested, evaluation)
 
-    # ---- measure: curves that have been measured before are read from their files, the others are computed ----
-    missing = [m for m in methods if cfg.fresh or not evaluation.curve_file(m).exists()]
-    by_position: dict[str, list[dict]] = {}
-    with evaluation.running(curves=len(missing), by_position=cfg.by_position * len(methods)):
+    # ---- measure: lengths that have been measured before are read from their files, the others are computed ----
+    missing = {m.label: evaluation.missing_lengths(m, cfg.fresh) for m in methods}
+    lengths = [n for ns in missing.values() for n in ns]
+    with evaluation.running(lengths, more_tokens=breakdowns.tokens if breakdowns else 0):
         curves = {m.label: evaluation.curve(m, cfg.fresh) for m in methods}
-        if cfg.by_position:
-            from measure import positions
-
-            by_position = {m.label: positions.loss_by_position(evaluation, m) for m in methods}
-        copy_gain = evaluation.copy_gain()
+        if breakdowns:
+            breakdowns.measure()
 
     # ---- show: tables, wandb, figure ----
-    tables.print_curves(curves["none"], curves["window"], curves[requested.label])
-    if evaluation.task.same_targets and copy_gain is not None:
-        print(tables.headroom(curves["none"], copy_gain))
+    view = importlib.import_module("measure.accuracy" if evaluation.task.accuracy else "measure.losses")
+    view.print_curves(evaluation.task, *curves.values())
     if distributed.rank() > 0:
         return
-    if by_position:
-        positions.print_and_write(evaluation, methods, by_position)
-    for method in missing:
-        log_to_wandb(cfg.project, run, method, curves[method.label], curves["window"])
-    draw(evaluation)
+    if breakdowns:
+        breakdowns.show(curves)
+    bars = controls(curves.values())[run.name]
+    for method in (m for m in methods if missing[m.label]):
+        log_to_wandb(cfg.project, run, method, curves[method.label], bars)
+    folder, task = run.folder / "eval", evaluation.task.label.split()[0]
+    figure = folder / f"ctx{evaluation.ctx}{'' if task == 'matched' else f'-{task}'}.png"
+    # All curves of this run on the same targets, also those of earlier commands
+    selected = select([read_curve(file) for file in folder.glob("*.jsonl")], evaluation.texts, evaluation.targets)
+    title = f"{run.name}: pos={run.context.pos}, trained at {run.context.train_ctx} tokens"
+    view.draw_curves(selected, figure, title, evaluation.task)
+    print(f"\nrows: {folder}/*.jsonl   picture: {figure}   with other runs: python compare.py")
 
 
 def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:
@@ -79,36 +87,25 @@ def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:
     warnings = [spectrum.warning(knobs, run.context) for knobs in requested.scalings]
     for line in filter(None, [spectrum.card(run.context), *warnings]):
         print(line)
-    documents, ctx = len(evaluation.documents), evaluation.ctx
-    scored, n_bytes = evaluation.task.describe(ctx), evaluation.target_bytes
-    print(f"targets: {scored} of {documents} held-out documents, {n_bytes:,} bytes")
+    task, documents = evaluation.task, len(evaluation.task.names)
+    print(f"targets: {task.describe()}" + ("" if task.accuracy else f" of {documents} held-out documents"))
     if documents < 24:
-        print(f"note: only {documents} held-out documents are longer than {ctx} tokens, so the intervals are wide")
+        print(f"note: there are only {documents} documents of more than {evaluation.ctx} tokens or examples, "
+              "so the intervals are wide")  # fmt: skip
 
 
-def log_to_wandb(project: str, run: Run, method: Method, curve: Curve, window: Curve) -> None:
+def log_to_wandb(project: str, run: Run, method: Method, curve: Curve, bars: dict[int, Row]) -> None:
     """Log a curve as one wandb run: eval/loss, eval/ppl, eval/bits_per_byte, eval/factor and the gain against eval/ctx.
 
-    One wandb run for each curve, so that the dashboard can show the curves of any runs in one panel. window: the curve
-    of the window control at the same lengths.
+    Of a task with an answer also eval/accuracy. One wandb run for each curve, so that the dashboard can show the curves
+    of any runs in one panel. bars: n -> the row of the better control.
     """
     config = {"run": run.name, "label": method.label, "scaling": method.scalings, "train": asdict(run.cfg)}
     with tracker(project, "eval", run.name, f"{run.name} {method.label}", config, "eval/ctx") as log:
-        for row, control in zip(curve.rows, window.rows, strict=True):
-            point = {f"eval/{key}": getattr(row, key) for key in ("loss", "ppl", "bits_per_byte", "factor")}
-            log.log({"eval/ctx": row.n, **point, "eval/gain_over_window": gain(row, control)[0]})
-
-
-def draw(evaluation: Evaluation) -> None:
-    """Draw all curves of this run that were evaluated on the same targets, also those of earlier commands."""
-    from measure import plots
-
-    run, folder = evaluation.run, evaluation.run.folder / "eval"
-    task = evaluation.task.label.split()[0]
-    figure = folder / f"ctx{evaluation.ctx}{'' if task == 'matched' else f'-{task}'}.png"
-    curves = select([read_curve(file) for file in folder.glob("*.jsonl")], evaluation.targets)
-    plots.draw_curves(curves, figure, f"{run.name}: pos={run.context.pos}, trained at {run.context.train_ctx} tokens")
-    print(f"\nrows: {folder}/*.jsonl   picture: {figure}   with other runs: python compare.py")
+        for row in curve.overall:
+            keys = ("loss", "ppl", "bits_per_byte", "factor", *(("accuracy",) if row.hits else ()))
+            point = {f"eval/{key}": getattr(row, key) for key in keys}
+            log.log({"eval/ctx": row.n, **point, "eval/gain_over_control": gain(row, bars[row.n])[0]})
 
 
 if __name__ == "__main__":

@@ -40,6 +40,9 @@ class EvalConfig(TrainedRunConfig):
 
     task: dict[str, Any] = field(default_factory=dict)
     by_position: bool = False
+    by_antecedent: bool = False
+    key_tokens: str | None = None
+    multiples: list[float] = field(default_factory=list)
     ctx: Any = MISSING  # the longest context length, or a list of lengths
     train_ctx: Annotated[int | None, at_least(1)] = None
     data: dict[str, Any] = field(default_factory=dict)
@@ -66,6 +69,7 @@ def eval_config(cfg: DictConfig) -> EvalConfig:
     lengths = c.ctx if isinstance(c.ctx, list) else [c.ctx]
     ok = bool(lengths) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in lengths)
     check(ok, "ctx", c.ctx, "a whole number of at least 1, or a list of them: ctx=8192 or ctx=[256,1024]")
+    check(all(m > 0 for m in c.multiples), "multiples", c.multiples, "a list of numbers above 0: multiples=[1.25,1.5]")
     c.plus = name_list(c.plus, "plus", "scaling")
     if not (c.run or "").startswith("hf:"):
         right = "left out: a trained run is evaluated on its corpus; only run=hf:PATH can be evaluated on another"

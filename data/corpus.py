@@ -7,6 +7,7 @@ a hash of everything that determines their content: the text, the tokenizer and 
     val.bin                         the held-out documents one after another, the longest first
     ranks.tiktoken, pattern.txt     the tokenizer
     meta.json                       dtype, names and lengths of the held-out documents, sha256 of the other files
+    copied.bin                      written at the first evaluation, see data/near_copies.py
 """
 
 import hashlib
@@ -14,6 +15,7 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,8 @@ class HeldOut:
     vocab_size: int
     held_out: list[Document]  # longest first
     token_bytes: np.ndarray  # int64 [V]: the length in bytes of each token's text; 0 for END
+    encode: Callable[[str], list[int]]  # text -> tokens, and back
+    decode: Callable[[list[int]], str]
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Corpus(HeldOut):
 
     encoding: tiktoken.Encoding
     train: np.ndarray  # memory-mapped
+    folder: Path
 
 
 def prepare(cfg: dict, cache: str) -> Corpus:
@@ -172,7 +177,8 @@ def _open(folder: Path, key: str, kind: str) -> Corpus:
     token_bytes = np.zeros(vocab_size, dtype=np.int64)
     for token, rank in encoding._mergeable_ranks.items():
         token_bytes[rank] = len(token)
-    return Corpus(key, vocab_size, held_out, token_bytes, encoding, train)
+    coders = encoding.encode_ordinary, encoding.decode
+    return Corpus(key, vocab_size, held_out, token_bytes, *coders, encoding, train, folder)
 
 
 def _sha256(path: Path) -> str:

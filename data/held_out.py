@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError
-from data.corpus import HeldOut
+from data.corpus import Document, HeldOut
 
 
 def validation_windows(corpus: HeldOut, ctx: int, windows: int) -> Tensor:
@@ -21,16 +21,10 @@ def validation_windows(corpus: HeldOut, ctx: int, windows: int) -> Tensor:
     return torch.from_numpy(np.stack([cuts[i] for i in picked]).astype(np.int64))
 
 
-def long_documents(corpus: HeldOut, ctx: int, documents: int, start: bool = False) -> tuple[list[str], Tensor]:
-    """(names, tokens int64 [at most `documents`, ctx + 1]) of held-out documents with more than ctx tokens.
-
-    The tokens are the last ctx + 1 of each document, or with start=True the first ctx + 1. From the last ones, any
-    context length n <= ctx can be evaluated on the same targets at the end. UserError if no document is long enough.
-    """
+def long_documents(corpus: HeldOut, ctx: int, documents: int) -> list[Document]:
+    """At most `documents` held-out documents with more than ctx tokens, the longest first. UserError if none is."""
     fit = [d for d in corpus.held_out if len(d.tokens) > ctx]
     if not fit:
         longest = max(len(d.tokens) for d in corpus.held_out)
         raise UserError(f"ctx={ctx}: the longest held-out document of this corpus allows {longest - 1}")
-    fit = fit[:documents]
-    cuts = [d.tokens[: ctx + 1] if start else d.tokens[-ctx - 1 :] for d in fit]
-    return [d.name for d in fit], torch.from_numpy(np.stack(cuts).astype(np.int64))
+    return fit[:documents]

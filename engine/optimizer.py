@@ -1,9 +1,9 @@
 """The learning-rate schedule, and AdamW with weight decay on matrices only."""
 
 import torch
-from torch import nn
 
 from conf.schema import OptimConfig
+from model.gpt import GPT
 
 
 def learning_rate(step: int, steps: int, o: OptimConfig) -> float:
@@ -17,11 +17,21 @@ def learning_rate(step: int, steps: int, o: OptimConfig) -> float:
     return o.lr * (o.final_lr + (1 - o.final_lr) * left)
 
 
-def make_optimizer(model: nn.Module, o: OptimConfig) -> torch.optim.AdamW:
-    """AdamW; weights of two or more dimensions decay, norms and biases do not."""
-    params = list(model.parameters())
+def make_optimizer(model: GPT, o: OptimConfig) -> torch.optim.AdamW:
+    """AdamW; weights of two or more dimensions decay, norms and biases do not.
+
+    If the encoding has an lr_factor other than 1, its parameters are a third group, without decay. Before every step
+    the learning rate of that group becomes lr_factor times that of the first one.
+    """
+    factor = model.pos.lr_factor
+    own = list(model.pos.parameters()) if factor != 1 else []
+    params = [p for p in model.parameters() if p not in set(own)]
     groups = [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": o.weight_decay},
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=True)
+    groups += [{"params": own, "weight_decay": 0.0}] if own else []
+    optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=True)
+    if own:
+        optimizer.register_step_pre_hook(lambda a, *_: a.param_groups[-1].update(lr=factor * a.param_groups[0]["lr"]))
+    return optimizer

@@ -174,8 +174,15 @@ def read_corpus(folder: Path, data: dict, vocab_size: int) -> HeldOut:
     tokenizer.no_padding()
     sizes = token_bytes(tokenizer, vocab_size)
     documents = []
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
     for name, text in held_out_texts(data):
-        ids = np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        ids = np.array(encode(text), dtype=np.int64)
         if len(ids) and ids.max() >= vocab_size:
             raise UserError(f"{path}: has token {ids.max()}, and the model's vocabulary has {vocab_size}")
         n = len(text.encode())
@@ -184,7 +191,7 @@ def read_corpus(folder: Path, data: dict, vocab_size: int) -> HeldOut:
             raise UserError(f"{path}: its tokens of {name} do not add up to the {n} bytes of the text")
         documents.append(Document(name, ids))
     key = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    return HeldOut(key, vocab_size, documents, sizes)
+    return HeldOut(key, vocab_size, documents, sizes, encode, decode)
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:

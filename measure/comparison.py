@@ -1,8 +1,8 @@
-"""What compare.py prints: curves of several runs on the same targets, and their gains over the window control."""
+"""What compare.py prints: curves of several runs on the same targets, and their gains over the better control."""
 
 from collections.abc import Sequence
 
-from measure.curves import Curve, window_rows
+from measure.curves import Curve, controls
 from measure.statistics import gain
 
 
@@ -24,20 +24,24 @@ def print_comparison(curves: Sequence[Curve]) -> None:
 
 
 def print_gains(shown: Sequence[Curve], curves: Sequence[Curve]) -> None:
-    """Print the gain of each curve over its run's window control for n > L, sorted by the gain at the smallest such n.
+    """Print the gain of each curve over its run's better control for n > L, sorted by the gain at the smallest such n.
 
-    shown: the curves to print. curves: these and the window controls of their runs.
+    shown: the curves to print. curves: these and the controls of their runs (none and window).
     """
-    windows = window_rows(curves)
+    bars = controls(curves)
     ns = sorted({row.n for c in shown for row in c.rows if row.n > curves[0].first.train_ctx})
     lines = []
     for c in shown:
-        window = windows.get(c.run, {})
-        gains = {row.n: gain(row, window[row.n]) for row in c.rows if row.n in window}
+        bar = bars.get(c.run, {})
+        gains = {row.n: gain(row, bar[row.n]) for row in c.rows if row.n in bar}
         cells = [f"{gains[n][0]:+.3f} [{gains[n][1]:+.3f}, {gains[n][2]:+.3f}]" if n in gains else "" for n in ns]
         order = -gains[ns[0]][0] if ns and ns[0] in gains else 0.0  # by the gain at the shortest length
         lines.append((order, f"{c.run}  {c.label}", cells))
     width = max(len(name) for _, name, _ in lines) + 2
-    print("gain over the window control, nats/token [95 %]\n" + " " * width + "".join(f"{n:>26}" for n in ns))
+    print(
+        "gain over the better control (window, truncation), nats/token [95 %]\n"
+        + " " * width
+        + "".join(f"{n:>26}" for n in ns)
+    )
     for _, name, cells in sorted(lines):
         print(f"{name:<{width}}" + "".join(f"{cell:>26}" for cell in cells))

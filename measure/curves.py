@@ -5,16 +5,19 @@ A curve is a file runs/NAME/eval/*.jsonl with one row for each length.
 
 import json
 import typing
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from conf.errors import UserError
 from conf.registry import has_type
 from engine.checkpoint import write_atomically
 
-FORMAT = 2  # raise it when the meaning of a row changes: curves are then evaluated again
+FORMAT = 3  # raise it when the meaning of a row changes: curves are then evaluated again
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,33 @@ class Row:
     bits_per_byte: float
     tokens: int  # scored, of all documents
     bytes: int  # of the same tokens
-    documents: int
+    documents: int  # or examples of a task
     ctx: int  # the longest length of the evaluation
     task: str  # label of the task
-    targets: str  # identifies the scored tokens: rows are comparable only where it is equal
+    texts: str  # identifies the task and its texts: rows of different n are comparable only where it is equal
+    targets: str  # identifies the scored tokens at this length: rows of one n are comparable only where it is equal
     weights: str  # identifies the run's weights
     dtype: str
     device: str
     seconds: float
-    nll: list[float]  # sum of nats of each document
+    nll: list[float]  # sum of nats of each window, the windows of a document together
+    windows: list[int] = field(default_factory=lambda: [0])  # the numbers of the windows scored of each document
+    hits: list[float] = field(default_factory=list)  # of tasks with an answer: share of right tokens of each example
+    distance: int | None = None  # the row of one distance of the answer, tokens; None: of all
+
+    @property
+    def targets_per_window(self) -> float:
+        return self.tokens / len(self.nll)
+
+    @property
+    def accuracy(self) -> float | None:
+        return float(np.mean(self.hits)) if self.hits else None
+
+    def document_losses(self, windows: Iterable[int]) -> np.ndarray:
+        """The mean nats per token of each document over these windows, [documents]."""
+        picked = [self.windows.index(window) for window in windows]
+        nats = np.array(self.nll).reshape(self.documents, len(self.windows))[:, picked]
+        return nats.mean(axis=1) / self.targets_per_window
 
 
 @dataclass(frozen=True)
@@ -70,14 +91,24 @@ class Curve:
     def label(self) -> str:
         return self.first.label
 
+    @property
+    def overall(self) -> list[Row]:
+        """The rows of all distances together, one for each length: all rows, but for tasks with an answer."""
+        return [row for row in self.rows if row.distance is None]
+
     def by_length(self) -> dict[int, Row]:
-        return {row.n: row for row in self.rows}
+        return {row.n: row for row in self.overall}
 
 
 def write_jsonl(path: Path, rows: Iterable[Row | dict]) -> None:
     """One JSON object a line, written to a temporary name and renamed."""
     text = "".join(json.dumps(row if isinstance(row, dict) else asdict(row)) + "\n" for row in rows)
     write_atomically(path, lambda f: f.write(text.encode()))
+
+
+def losses_file(file: Path, row: Row) -> Path:
+    """The .npy with the loss of each target of a row in a file of curves, float32 [B, scored] (accuracy: [.., 2])."""
+    return file.parent / "losses" / f"{file.stem}-n{row.n}-{row.targets}.npy"
 
 
 def read_curve(path: Path) -> Curve:
@@ -100,28 +131,58 @@ def _row(values: dict[str, Any]) -> Row:
         values["task"] = values.pop("protocol")
         values.pop("score", None)
         values.setdefault("extended_ctx", values["train_ctx"])
+    values.setdefault("texts", values["targets"])
     row = Row(**values)
     if wrong := [k for k, hint in typing.get_type_hints(Row).items() if not has_type(getattr(row, k), hint)]:
         raise TypeError(f"wrong types of {wrong}")
     return row
 
 
-def select(curves: Iterable[Curve], targets: str) -> list[Curve]:
-    """The curves on these targets, one for each run and label, sorted by run, with the controls first.
+def select(curves: Sequence[Curve], texts: str, targets: dict[int, str] | None = None) -> list[Curve]:
+    """The rows on these texts as curves, one for each run and label, sorted by run, the controls first.
 
-    Of several curves of a run and label, the one with the longest ctx is taken, and of these the newest. If the run was
-    trained again or further after some of its curves were evaluated, only the curves of its newest weights are used.
+    targets: n -> the key of the targets at this length; None: those of most rows. Of several curves of a run and label,
+    the one with the longest n is taken, and of these the newest. If the run was trained again or further after some of
+    its curves were evaluated, only the curves of its newest weights are used.
     """
-    curves = [c for c in curves if c.first.targets == targets]
-    weights = {c.run: c.first.weights for c in sorted(curves, key=lambda c: c.written)}
+    if targets is None:
+        count = Counter((row.n, row.targets) for c in curves for row in c.rows if row.texts == texts)
+        targets = {n: key for (n, key), _ in reversed(count.most_common())}
+    matching = [
+        replace(c, rows=[x for x in c.rows if x.texts == texts and targets.get(x.n) == x.targets]) for c in curves
+    ]
+    matching = [c for c in matching if c.rows]
+    weights = {c.run: c.first.weights for c in sorted(matching, key=lambda c: c.written)}
     chosen: dict[tuple[str, str], Curve] = {}
-    for c in sorted(curves, key=lambda c: (c.first.ctx, c.written)):
+    for c in sorted(matching, key=lambda c: (c.rows[-1].n, c.written)):
         if c.first.weights == weights[c.run]:
-            chosen[c.run, c.label] = c  # a longer ctx, or at the same ctx a newer curve, replaces the earlier one
+            chosen[c.run, c.label] = c  # a longer one, or of the same length a newer one, replaces the earlier one
     order = {"none": 0, "window": 1}
     return sorted(chosen.values(), key=lambda c: (c.run, order.get(c.label, 2), c.label))
 
 
-def window_rows(curves: Iterable[Curve]) -> dict[str, dict[int, Row]]:
-    """run -> n -> the row of its window control, the reference for gains."""
-    return {c.run: c.by_length() for c in curves if c.label == "window"}
+def controls(curves: Iterable[Curve]) -> dict[str, dict[int, Row]]:
+    """run -> n -> the row of the better control at this length, the bar that a method has to beat.
+
+    The two controls give the model as many tokens as it was trained on: `window` limits the attention of each query,
+    truncation the text. Truncation is no scaling at the window's length, on the same targets.
+    """
+    by_label = {(c.run, c.label): c.by_length() for c in curves}
+    result: dict[str, dict[int, Row]] = {}
+    for run, label in by_label:
+        if label == "window":
+            none = by_label.get((run, "none"), {})
+            result[run] = {n: better_control(row, none) for n, row in by_label[run, label].items()}
+    return result
+
+
+def better_control(window: Row, none: dict[int, Row]) -> Row:
+    """The window control's row, or that of truncation if its loss on the common targets is lower. none: n -> row"""
+    truncated = none.get(window.window or window.n)
+    if truncated is None or window.hits or truncated.targets_per_window != window.targets_per_window:
+        return window
+    common = sorted({*window.windows} & {*truncated.windows})
+    if not common or window.n <= truncated.n:
+        return window
+    losses = {row.n: row.document_losses(common).mean() for row in (window, truncated)}
+    return truncated if losses[truncated.n] < losses[window.n] else window

@@ -1,9 +1,10 @@
-"""Measuring curves: a run, a task and held-out documents; the loss of any method at each length.
+"""Measuring curves: a run, a task and its texts; the loss of any method at each length.
 
 A finished curve is a file whose name contains a hash of everything that determines its numbers. So curves that exist
-are read instead of computed, and an interrupted evaluation keeps its finished curves.
+are read instead of computed, and an interrupted evaluation keeps its finished lengths.
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -13,24 +14,26 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from conf.errors import check
 from conf.eval_schema import EvalConfig
 from conf.registry import describe, yaml_values
-from data.held_out import long_documents
 from engine import device as devices, distributed
+from engine.checkpoint import write_atomically
 from engine.progress import progress_bar
 from engine.run import Run
 from engine.signals import StopSignal
-from measure.curves import FORMAT, Curve, Row, read_curve, write_jsonl
+from measure.curves import FORMAT, Curve, Row, losses_file, read_curve, write_jsonl
 from measure.statistics import bootstrap
-from measure.tasks import Losses, Task
+from measure.tasks import Piece, build
 from model.scaling import ContextChange
 
-TOKENS_PER_PASS = 8192  # tokens in one forward pass: several documents at short lengths, one at long ones
+TOKENS_PER_PASS = 8192  # tokens in one forward pass: several windows at short lengths, one at long ones
 
 
 @dataclass(frozen=True)
@@ -63,134 +66,164 @@ def evaluated_lengths(ctx: int | list[int], shortest: int, marks: Sequence[int])
 
 
 class Evaluation:
-    """One run, one task and a fixed set of held-out documents: the curves of any scaling method on the same targets.
+    """One run, one task and fixed texts: the curves of any scaling method on the same targets.
 
     UserError if ctx is shorter than the task allows, or if no held-out document is long enough.
     """
 
-    def __init__(self, run: Run, task: Task, cfg: EvalConfig, device: torch.device):
-        self.run, self.task, self.device, self.dtype = run, task, device, cfg.dtype
-        self.ctx = cfg.longest_ctx
-        L = run.context.train_ctx
-        self.lengths = evaluated_lengths(cfg.ctx, task.shortest, (L // 2, L, run.context.longest_trained_ctx))
+    def __init__(self, run: Run, cfg: EvalConfig, device: torch.device):
+        self.run, self.device, self.dtype, self.ctx = run, device, cfg.dtype, cfg.longest_ctx
+        self.task = task = build(cfg.task, run.corpus, self.ctx, cfg.documents)
+        L, longest = run.context.train_ctx, run.context.longest_trained_ctx
+        multiples = [round(m * longest) for m in cfg.multiples]
+        self.lengths = evaluated_lengths(cfg.ctx, task.shortest, (L // 2, L, longest, *multiples))
         check(self.lengths[0] >= task.minimum, "ctx", cfg.ctx, f"at least {task.minimum} with task={task.label}")
-        # names of the documents; their tokens [documents, ctx + 1]
-        self.documents, self.text = long_documents(run.corpus, self.ctx, cfg.documents, start=task.from_start)
-        # Identifies the scored tokens: curves with the same key are comparable, across runs as well
-        scored = task.targets(self.text, self.ctx).numpy()
-        self.target_bytes = int(run.corpus.token_bytes[scored].sum())
-        self.targets = hashlib.sha256(f"{task.label} {self.documents}".encode() + scored.tobytes()).hexdigest()[:12]
+        if self.ctx > longest >= task.minimum and longest not in self.lengths:  # of the truncation control
+            self.lengths = sorted([*self.lengths, longest])
+        identity = hashlib.sha256(task.identity().encode())
+        self.texts = identity.hexdigest()[:12]
+        self.targets = {n: self._key(identity.copy(), n) for n in self.lengths}
         self.dtype_name = "bfloat16" if devices.uses_bfloat16(device, cfg.dtype) else "float32"
-        self.repeated_length = min(L, self.ctx)  # of the repeated passage in copy_gain, both copies, tokens
         self.stop, self.bar = StopSignal(), progress_bar(0, hidden=True)
 
-    # ---- what identifies a curve ----
+    # ---- what identifies the targets and a curve ----
+
+    def _key(self, identity: Any, n: int) -> str:
+        """Identifies the tokens scored at length n: rows with the same key are comparable, across runs as well.
+
+        identity: the hash of the task and its texts, to which the tokens are added.
+        """
+        for piece in self.task.pieces(n):
+            identity.update(piece.scored_targets().tobytes())
+        return identity.hexdigest()[:12]
 
     def curve_file(self, method: Method) -> Path:
-        """The file of a method's curve, which need not exist: runs/NAME/eval/LABEL-ctxN-HASH.jsonl."""
-        identity = [FORMAT, self.run.digest, self.targets, self.lengths, self.dtype_name, method.scalings]
+        """The file of a method's curves, which need not exist: runs/NAME/eval/LABEL-HASH.jsonl.
+
+        It has the rows of all evaluated lengths and targets; in a row, `n` and `targets` say which.
+        """
+        fixed = self.ctx if method.scalings[0].get("factor") == "fixed" else None  # the factor then depends on ctx
+        identity = [FORMAT, self.run.digest, self.task.label, self.dtype_name, method.scalings, fixed]
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-        return self.run.folder / "eval" / f"{method.label.replace(' ', '-')}-ctx{self.ctx}-{key}.jsonl"
+        return self.run.folder / "eval" / f"{method.label.replace(' ', '-')}-{key}.jsonl"
+
+    def measured_rows(self, method: Method) -> dict[int, list[Row]]:
+        """n -> the rows of a method that are in its file already, for the lengths and targets of this evaluation."""
+        file = self.curve_file(method)
+        rows = read_curve(file).rows if file.exists() else []
+        by_length = {n: [row for row in rows if (row.n, row.targets) == (n, key)] for n, key in self.targets.items()}
+        return {n: found for n, found in by_length.items() if found}
+
+    def missing_lengths(self, method: Method, fresh: bool = False) -> list[int]:
+        """The lengths that have to be measured for a method's curve. fresh: all of them, in any case."""
+        return [n for n in self.lengths if fresh or n not in self.measured_rows(method)]
 
     # ---- while it runs ----
 
     @contextmanager
-    def running(self, curves: int, by_position: int) -> Generator[None]:
+    def running(self, lengths: Sequence[int], more_tokens: int = 0) -> Generator[None]:
         """Context manager around all measurements: a progress bar, and a clean stop at SIGINT and SIGTERM.
 
-        curves, by_position: the number of curves and of losses by position that will be computed, for the bar's total.
+        lengths: all lengths that will be measured, one for each method. more_tokens: of other measurements.
         """
-        documents = len(self.text)
-        tokens = curves * sum(self.task.cost(self.text, n) for n in self.lengths)
-        tokens += documents * (by_position * self.ctx + self.repeated_length)
-        self.bar = progress_bar(tokens, hidden=not (curves or by_position))
+        costs = {n: sum(piece.tokens.numel() for piece in self.task.pieces(n)) for n in {*lengths}}
+        tokens = sum(costs[n] for n in lengths) + more_tokens
+        self.bar = progress_bar(tokens, hidden=not tokens)
         with StopSignal() as self.stop, distributed.ranks().exit_if_a_rank_dies(self.stop), torch.inference_mode():
             yield
         self.bar.close()
 
     # ---- losses ----
 
-    def losses_at(self, change: ContextChange) -> Losses:
-        """A function that computes the model's losses under `change`, float64 on the CPU (see measure.tasks.Losses).
+    def losses(self, tokens: Tensor, targets: Tensor, change: ContextChange) -> Tensor:
+        """Nats of each target under `change`, float64 [B, S] on the CPU; with accuracy [B, S, 2]: and 1 where right.
 
         Each call also updates the progress bar, and exits the process if a signal has arrived.
         """
+        tokens, targets = tokens.to(self.device), targets.to(self.device)
+        with devices.autocast(self.device, self.dtype):
+            if self.task.accuracy:
+                logits = self.run.model.last_logits(tokens, targets.shape[1], change).float()  # [B, S, V]
+                nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+                result = torch.stack((nats.view_as(targets), (logits.argmax(-1) == targets).float()), dim=-1)
+            else:
+                result = self.run.model.losses(tokens, targets, change=change)
+        # The bar counts the tokens of all ranks; the others process about as many as this one
+        self.bar.update(min(tokens.numel() * distributed.world(), self.bar.total - self.bar.n))  # ty: ignore[unsupported-operator]
+        if self.stop:
+            self.bar.close()
+            print(f"stopped; the lengths that were finished are in {self.run.folder / 'eval'}")
+            sys.exit(self.stop.exit_code)
+        return result.double().cpu()
 
-        def losses(tokens: Tensor, targets: Tensor) -> Tensor:
-            with devices.autocast(self.device, self.dtype):
-                nats = self.run.model.losses(tokens.to(self.device), targets.to(self.device), change=change)
-            # The bar counts the tokens of all ranks; the others process about as many as this one
-            self.bar.update(min(tokens.numel() * distributed.world(), self.bar.total - self.bar.n))  # ty: ignore[unsupported-operator]
-            if self.stop:
-                self.bar.close()
-                print(f"stopped; the curves that were finished are in {self.run.folder / 'eval'}")
-                sys.exit(self.stop.exit_code)
-            return nats.double().cpu()
-
-        return losses
-
-    def score(self, task: Task, n: int, change: ContextChange) -> Tensor:
-        """Nats of every token that the task scores at length n, float64 [documents, scored tokens].
+    def measure(self, piece: Piece, change: ContextChange) -> np.ndarray:
+        """The losses of a piece's scored targets, float64 [B, scored] or with accuracy [B, scored, 2].
 
         Computed in passes of TOKENS_PER_PASS tokens; ranks share the passes and all get the complete result.
         """
-        passes = self.text.split(max(1, TOKENS_PER_PASS // n))
+        size = max(1, TOKENS_PER_PASS // piece.tokens.shape[1])
+        passes = list(zip(piece.tokens.split(size), piece.targets.split(size), strict=True))
         # The size of a pass does not depend on the number of ranks, so every number equals that of one process
-        local = passes[distributed.rank() :: distributed.world()]
-        scored = [task.score(self.losses_at(change), part, n) for part in local]
-        return torch.cat(distributed.ranks().interleave(scored))
+        local = [self.losses(*part, change) for part in passes[distributed.rank() :: distributed.world()]]
+        result = torch.cat(distributed.ranks().interleave(local))
+        return (result if piece.scored is None else result[:, piece.scored]).numpy()
 
     def curve(self, method: Method, fresh: bool = False) -> Curve:
-        """The curve of a method at all lengths: read from its file, or computed and written if there is none.
+        """The curve of a method at all lengths: read from its file, or measured and added to it, length by length.
 
-        fresh: compute it in any case. All ranks return the same curve, and rank 0 writes the file.
+        fresh: measure all lengths in any case. All ranks return the same curve, and rank 0 writes the files.
         """
-        file = self.curve_file(method)
-        if file.exists() and not fresh:
-            return read_curve(file)
-        rows = [self.row(method, n) for n in self.lengths]
-        distributed.ranks().on_rank0(lambda: write_jsonl(file, rows))
-        return Curve(rows, time.time())
+        rows, missing = self.measured_rows(method), self.missing_lengths(method, fresh)
+        for n in missing:
+            rows[n], losses = self.measure_length(method, n)
+            distributed.ranks().on_rank0(functools.partial(add_rows, self.curve_file(method), rows[n], losses))
+        return Curve([row for n in self.lengths for row in rows[n]], time.time())
 
-    def row(self, method: Method, n: int) -> Row:
-        """Measure one method at length n. The mean loss is per token, over all scored tokens of all documents."""
+    def measure_length(self, method: Method, n: int) -> tuple[list[Row], np.ndarray]:
+        """(the row of a method at length n, and one for each distance of the task; the losses of all targets)"""
         began = time.monotonic()
         self.bar.set_postfix_str(f"{method.label}, n={n}", refresh=False)
-        run, context = self.run, self.run.context
-        change = run.change(method.scalings, n, self.ctx)
-        per_document = self.score(self.task, n, change).sum(dim=1).numpy()  # nats [documents]
-        scored = self.task.targets(self.text, n).numpy()
-        n_tokens, n_bytes = scored.size, int(run.corpus.token_bytes[scored].sum())
-        loss = per_document.sum() / n_tokens
-        low, high = bootstrap(per_document, n_tokens)
+        change = self.run.change(method.scalings, n, self.ctx)
+        measured = [(piece, self.measure(piece, change)) for piece in self.task.pieces(n)]
+        seconds = round(time.monotonic() - began, 2)
+        rows = []
+        for distance in (None, *sorted({p.distance for p, _ in measured if p.distance is not None})):
+            parts = [(piece, losses) for piece, losses in measured if distance in (None, piece.distance)]
+            rows.append(self.row(method, n, change, parts, distance, seconds))
+        return rows, np.concatenate([losses for _, losses in measured], axis=1).astype(np.float32)
+
+    def row(
+        self, method: Method, n: int, change: ContextChange, measured: list[tuple[Piece, np.ndarray]],
+        distance: int | None, seconds: float,
+    ) -> Row:  # fmt: skip
+        """The row of one method at length n, from the pieces (of one distance, or all of them) and their losses."""
+        run, context, task = self.run, self.run.context, self.task
+        losses = np.concatenate([losses for _, losses in measured], axis=1)
+        nats = losses[..., 0] if task.accuracy else losses  # [B, scored]
+        hits = losses[..., 1].mean(axis=1).round(4).tolist() if task.accuracy else []
+        n_tokens = nats.size
+        n_bytes = sum(int(run.corpus.token_bytes[piece.scored_targets()].sum()) for piece, _ in measured)
+        loss, nll = nats.mean(), nats.sum(axis=1)
+        low, high = bootstrap(nats.reshape(len(task.names), -1).mean(axis=1))
         return Row(
-            run=run.name, pos=run.context.pos, train_ctx=context.train_ctx, extended_ctx=context.longest_trained_ctx,
+            run=run.name, pos=context.pos, train_ctx=context.train_ctx, extended_ctx=context.longest_trained_ctx,
             step=run.step, seed=run.cfg.seed, label=method.label, scaling=method.scalings, n=n, factor=change.factor,
             window=change.window, attention_factor=change.attention_factor, loss=float(loss), low=low, high=high,
             ppl=math.exp(min(loss, 700)), bits_per_byte=float(loss * n_tokens / math.log(2) / n_bytes), tokens=n_tokens,
-            bytes=n_bytes, documents=len(self.documents), ctx=self.ctx, task=self.task.label, targets=self.targets,
-            weights=run.digest[:12], dtype=self.dtype_name, device=self.device.type,
-            seconds=round(time.monotonic() - began, 2), nll=per_document.round(4).tolist(),
+            bytes=n_bytes, documents=len(task.names), windows=task.windows(n), ctx=self.ctx, task=task.label,
+            texts=self.texts, targets=self.targets[n], weights=run.digest[:12], dtype=self.dtype_name,
+            device=self.device.type, seconds=seconds, nll=nll.round(4).tolist(), hits=hits, distance=distance,
         )  # fmt: skip
 
-    # ---- headroom ----
 
-    def copy_gain(self) -> Tensor | None:
-        """The loss of each token of a passage minus the loss of its repetition, nats [documents, L / 2 - 1].
+def add_rows(file: Path, rows: list[Row], losses: np.ndarray) -> None:
+    """Add the rows of one length to a file of curves, in place of earlier ones on the same targets.
 
-        Both copies together have min(L, ctx) tokens, so the repetition is within the trained context. None below 4.
-        """
-        n = self.repeated_length
-        return self.score(Repetition(), n, self.run.trained_scaling(n)) if n >= 4 else None
-
-
-class Repetition(Task):
-    """A passage of n / 2 tokens, twice in a row. score: nats of each token minus those of its copy, [B, n / 2 - 1]."""
-
-    label = "repetition"
-
-    def score(self, losses: Losses, text: Tensor, n: int) -> Tensor:
-        half = n // 2
-        twice = text[:, -half:].repeat(1, 2)  # [B, n]
-        nats = losses(twice[:, :-1], twice[:, 1:])  # [B, n - 1]
-        return nats[:, : half - 1] - nats[:, half:]
+    losses: of each target, which are written to a file of their own.
+    """
+    first = rows[0]
+    write_atomically(losses_file(file, first), lambda f: np.save(f, losses))
+    others = [
+        x for x in (read_curve(file).rows if file.exists() else []) if (x.n, x.targets) != (first.n, first.targets)
+    ]
+    write_jsonl(file, sorted([*others, *rows], key=lambda row: row.n))

@@ -12,8 +12,9 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter
 
 from engine.checkpoint import write_atomically
-from measure.curves import Curve, Row, window_rows
+from measure.curves import Curve, Row, controls
 from measure.statistics import gain
+from measure.tasks import Task
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito, jfly.uni-koeln.de/color)
 OKABE_ITO = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8C564B"]
@@ -78,34 +79,36 @@ def save(fig: Any, path: Path) -> None:
 # ---- loss against context length ----
 
 
-def draw_curves(curves: Sequence[Curve], path: Path, title: str, only: Sequence[str] | None = None) -> None:
+def draw_curves(
+    curves: Sequence[Curve], path: Path, title: str, task: Task | None = None, only: Sequence[str] | None = None
+) -> None:
     """Bits per byte and perplexity against context length, each line labelled at its end.
 
-    Bands are 95 % intervals of each curve's difference from its run's window control. curves: on the same targets, with
-    the window controls. only: the labels to draw; None: all.
+    Bands are 95 % intervals of each curve's difference from its run's better control. curves: on the same targets, with
+    the controls. only: the labels to draw; None: all. task: unused, as measure/accuracy.py needs it.
     """
-    windows = window_rows(curves)
+    bars = controls(curves)
     curves = [c for c in curves if only is None or c.label in only]
     fig, ax = plt.subplots(figsize=(9, 5.2), dpi=150)
     ends = []
     for curve in curves:
-        color, dashes, text = _style(curve, curves)
+        color, dashes, text = curve_style(curve, curves)
         ns, bits = [row.n for row in curve.rows], np.array([row.bits_per_byte for row in curve.rows])
-        low, high = _band(curve, windows.get(curve.run, {}))
+        low, high = _band(curve, bars.get(curve.run, {}))
         ax.plot(ns, bits, color=color, linestyle=dashes, marker="o", markersize=3, linewidth=1.6)
         ax.fill_between(ns, low, high, color=color, alpha=0.15, linewidth=0)
         ends.append((bits[-1], text, color))
-    for n, text in sorted(_marks(curves).items()):
+    for n, text in sorted(context_marks(curves).items()):
         mark(ax, n, text)
     lengths_axis(ax, sorted({row.n for c in curves for row in c.rows}))
-    ax.set(xlabel="context: tokens given, n", ylabel="bits per byte of the same targets")
+    ax.set(xlabel="context length n, tokens", ylabel="bits per byte (same targets at every n)")
     _perplexity_axis(ax, curves[0].first)
     end_labels(ax, ends)
-    ax.set_title(f"{title}\nbands: 95 % of the difference from the window control", fontsize=10, loc="left")
+    ax.set_title(f"{title}\nbands: 95 % of the difference from the better control", fontsize=10, loc="left")
     save(fig, path)
 
 
-def _style(curve: Curve, curves: Sequence[Curve]) -> tuple[str, Any, str]:
+def curve_style(curve: Curve, curves: Sequence[Curve]) -> tuple[str, Any, str]:
     """(colour, dashes, text) of a curve. If there are several runs, each run has a colour, otherwise each label."""
     runs = sorted({c.run for c in curves})
     labels = list(dict.fromkeys(c.label for c in curves if c.label != "window"))
@@ -121,20 +124,20 @@ def _style(curve: Curve, curves: Sequence[Curve]) -> tuple[str, Any, str]:
     return OKABE_ITO[labels.index(curve.label) % len(OKABE_ITO)], "-", text
 
 
-def _band(curve: Curve, window: dict[int, Row]) -> tuple[np.ndarray, np.ndarray]:
+def _band(curve: Curve, bar: dict[int, Row]) -> tuple[np.ndarray, np.ndarray]:
     """(low, high) in bits per byte, each [lengths]: the curve, plus and minus the interval of its difference from the
-    run's window control.
+    run's better control (n -> row).
 
     The interval of the curve itself would be much wider: documents differ more than methods do, and these differences
     are common to all curves.
     """
     bits = np.array([row.bits_per_byte for row in curve.rows])
-    gains = np.array([gain(row, window.get(row.n, row)) for row in curve.rows]) * bits[:, None]
+    gains = np.array([gain(row, bar.get(row.n, row)) for row in curve.rows]) * bits[:, None]
     gains /= np.array([row.loss for row in curve.rows])[:, None]  # from nats per token to bits per byte
     return bits + gains[:, 0] - gains[:, 2], bits + gains[:, 0] - gains[:, 1]
 
 
-def _marks(curves: Sequence[Curve]) -> dict[int, str]:
+def context_marks(curves: Sequence[Curve]) -> dict[int, str]:
     """n -> the text of a vertical line at this length: the contexts of pre-training and of fine-tuning."""
     marks = {c.first.train_ctx: f"trained at {c.first.train_ctx}" for c in curves}
     extended = {c.first.extended_ctx for c in curves}

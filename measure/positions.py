@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
 
 from measure.curves import write_jsonl
 from measure.evaluation import Evaluation, Method
@@ -21,19 +20,19 @@ def loss_by_position(evaluation: Evaluation, method: Method) -> list[dict]:
     """The rows for one method at the longest length, one for each bucket of positions."""
     evaluation.bar.set_postfix_str(f"{method.label}, by position", refresh=False)
     change = evaluation.run.change(method.scalings, evaluation.ctx, evaluation.ctx)
-    return position_rows(evaluation.score(Prefix(), evaluation.ctx, change))
+    task = Prefix(evaluation.run.corpus, evaluation.ctx, len(evaluation.task.names))
+    return position_rows(evaluation.measure(task.pieces(evaluation.ctx)[0], change))
 
 
-def position_rows(nats: Tensor) -> list[dict]:
+def position_rows(nats: np.ndarray) -> list[dict]:
     """From nats [documents, ctx]: the mean loss of each bucket of positions, with its 95 % interval."""
     ctx = nats.shape[1]
     edges = [0, *(64 * 2**k for k in range(ctx.bit_length()) if 64 * 2**k < ctx), ctx]
     rows = []
     for start, end in itertools.pairwise(edges):
-        per_document: np.ndarray = nats[:, start:end].sum(dim=1).numpy()
-        n = len(per_document) * (end - start)
-        low, high = bootstrap(per_document, n)
-        rows.append({"from": start, "to": end - 1, "loss": float(per_document.sum() / n), "low": low, "high": high})
+        per_document = nats[:, start:end].mean(axis=1)
+        low, high = bootstrap(per_document)
+        rows.append({"from": start, "to": end - 1, "loss": float(per_document.mean()), "low": low, "high": high})
     return rows
 
 

@@ -1,32 +1,35 @@
-"""Intervals: the bootstrap over documents, and the difference of two rows on the same targets."""
+"""Intervals inside one run: the bootstrap over documents, and the difference of two rows on the same targets.
+
+Intervals over several seeds are in measure/mixed_effects.py.
+"""
 
 import numpy as np
 
 from measure.curves import Row
 
 
-def bootstrap(per_document: np.ndarray, n_tokens: int, draws: int = 4000) -> tuple[float, float]:
-    """(low, high): the 95 % bootstrap interval of a mean per token, over resampled documents.
+def bootstrap(per_document: np.ndarray, draws: int = 4000) -> tuple[float, float]:
+    """(low, high): the 95 % bootstrap interval of the mean of these values, over resampled documents.
 
-    per_document: the sum over the tokens of each document, [documents]. n_tokens: the tokens of all documents. The
-    draws are the same in every call. For the difference of two curves, pass the differences per document: the interval
-    is then a paired one.
+    per_document: [documents]. The draws are the same in every call. For the difference of two curves, pass the
+    differences per document: the interval is then a paired one.
     """
     n = len(per_document)
     picks = np.random.default_rng(0).integers(n, size=(draws, n))
-    low, high = np.percentile(per_document[picks].sum(axis=1) / n_tokens, [2.5, 97.5])
+    low, high = np.percentile(per_document[picks].mean(axis=1), [2.5, 97.5])
     return float(low), float(high)
 
 
 def difference(a: Row, b: Row) -> tuple[float, float, float]:
-    """(mean, low, high) of loss a - loss b in nats per token, for two rows on the same targets."""
-    delta = np.array(a.nll) - np.array(b.nll)
-    return float(delta.sum() / a.tokens), *bootstrap(delta, a.tokens)
+    """(mean, low, high) of loss a - loss b in nats per token, on the windows that both rows have."""
+    common = sorted({*a.windows} & {*b.windows})
+    delta = a.document_losses(common) - b.document_losses(common)
+    return float(delta.mean()), *bootstrap(delta)
 
 
-def gain(row: Row, window: Row) -> tuple[float, float, float]:
-    """(mean, low, high) of the window control's loss minus this row's loss, nats per token, at the same n.
+def gain(row: Row, control: Row) -> tuple[float, float, float]:
+    """(mean, low, high) of the control's loss minus this row's loss, nats per token. Positive if the method is better.
 
-    Positive if the method is better than the window control.
+    control: of `measure.curves.controls`, at the same length.
     """
-    return difference(window, row)
+    return difference(control, row)

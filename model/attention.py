@@ -74,8 +74,7 @@ class Attention(nn.Module):
         if self.qk_norms:
             qkv = self.normalise_qk(qkv)
         if self.linear_attention:
-            q, k, v = self.split(qkv)
-            y = self.linear_attention(q, k, v, lambda q, k: pos.rotate(q, k, prepared), change.window)
+            y = self.linear_attention(*self.split(qkv), lambda q, k: pos.rotate(q, k, prepared), change.window)
             return self.out(y[:, -S:].flatten(2))
         heads = self.rotated_heads(qkv, S, pos, positions, prepared, change)
         y = attend(heads, pos, positions, change)  # [B, H, S, D]
@@ -104,14 +103,13 @@ class Attention(nn.Module):
         """
         q, k, v = pos.rotate_qkv(qkv, (self.H, self.G, self.G), prepared)
         far = None if change.clip is None else pos.rotate_far(*self.split(qkv)[:2], prepared)
-        q_far, k_far = (None, None) if far is None else far
         if change.logn is not None:  # a factor of each query, so it may follow the rotation
             sharpness = ((positions + 1).clamp(min=1).log() / math.log(change.logn)).clamp(min=1)[..., None, None]
             q = q * sharpness.to(q.dtype)
-            q_far = None if q_far is None else q_far * sharpness.to(q.dtype)
+            far = None if far is None else (far[0] * sharpness.to(q.dtype), far[1])
         heads = Heads(self.by_head(q)[:, :, -S:], self.by_head(k), self.by_head(v))
-        if q_far is not None and k_far is not None:
-            heads.q_far, heads.k_far = self.by_head(q_far)[:, :, -S:], self.by_head(k_far)
+        if far is not None:
+            heads.q_far, heads.k_far = self.by_head(far[0])[:, :, -S:], self.by_head(far[1])
         return heads
 
     def by_head(self, x: Tensor) -> Tensor:
@@ -137,33 +135,12 @@ def attend(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange
         return attend_written_out(heads, pos, positions, change, window)
     if S == T and window is None:
         if (key_bias := pos.key_bias(positions)) is not None:
+            from model.key_bias_attention import attend_key_bias
+
             return attend_key_bias(heads, key_bias)
-        if not pos.has_bias:
-            return attend_fused(heads)
+        if not pos.has_bias:  # one fused kernel and no mask
+            return F.scaled_dot_product_attention(heads.q, heads.k, heads.v, is_causal=True)
     return attend_blockwise(heads, pos, positions, change, window)
-
-
-def attend_fused(heads: Heads) -> Tensor:
-    """Full causal attention without a bias: one fused kernel and no mask."""
-    return F.scaled_dot_product_attention(heads.q, heads.k, heads.v, is_causal=True)
-
-
-def attend_key_bias(heads: Heads, key_bias: Tensor) -> Tensor:
-    """Causal attention with a bias that depends on the key alone, float32 [H, T] or [B, H, T], and no mask.
-
-    The score q . k + b is one product of wider heads: [q | 1] . [k | b]. In bfloat16 b is split into three columns of 8
-    bits each, whose sum has float32's 24 bits. D + 8 columns, because fused kernels need a multiple of 8.
-    """
-    B, H, T, D = heads.q.shape
-    columns, rest = [], key_bias.expand(B, H, T)
-    for _ in range(3):
-        columns.append(rest.to(heads.q.dtype))
-        rest = rest - columns[-1].to(rest.dtype)
-    ones, pad = heads.q.new_ones(B, H, T, 3), heads.q.new_zeros(B, H, T, 5)
-    q = torch.cat((heads.q * D**-0.5, ones, pad), dim=-1)  # [B, H, T, D + 8]
-    k = torch.cat((heads.k, torch.stack(columns, dim=-1), pad), dim=-1)  # [B, H, T, D + 8]
-    v = torch.cat((heads.v, heads.q.new_zeros(B, H, T, 8)), dim=-1)  # the fused kernel wants one width for all
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)[..., :D]
 
 
 def attend_written_out(
@@ -171,11 +148,12 @@ def attend_written_out(
 ) -> Tensor:
     """Attention as plain matrix products and a softmax, for at most QUERY_BLOCK tokens -> [B, H, T, D].
 
-    It slices no tensor: for slices, Inductor of torch 2.13 compiles a backward pass on a CPU that returns NaN.
+    It slices no tensor: for slices, Inductor of torch 2.13 compiles a backward pass on a CPU that returns NaN. With a
+    bias, whose mask is float32, scores and softmax are float32 too.
     """
     (block,) = query_blocks(heads, pos, positions, change, window)
     scores = heads.q @ heads.k.transpose(-1, -2) * heads.q.shape[-1] ** -0.5 + block.mask  # [B, H, T, T]
-    return scores.softmax(-1) @ heads.v
+    return scores.softmax(-1).to(heads.v.dtype) @ heads.v
 
 
 def attend_blockwise(
@@ -187,10 +165,20 @@ def attend_blockwise(
     """
     outputs = []
     for block in query_blocks(heads, pos, positions, change, window):
-        q = heads.q[:, :, block.rows]  # [B, H, queries, D]
         k, v = block.visible(heads.k), block.visible(heads.v)  # [B, H, keys, D]
-        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask))
+        outputs.append(attend_masked(heads.q[:, :, block.rows], k, v, block.mask))
     return torch.cat(outputs, dim=2)
+
+
+def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """SDPA of q [B, H, queries, D] to k and v [B, H, keys, D] -> [B, H, queries, D], with mask in its own precision.
+
+    Without autocast, which would round a float32 mask to bfloat16. The CPU's kernels add it to the float32 scores of
+    bfloat16 heads; CUDA's need one dtype for all four.
+    """
+    dtype = q.dtype if q.device.type == "cpu" else mask.dtype
+    with torch.autocast(q.device.type, enabled=False):
+        return F.scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), mask, scale=scale).to(q.dtype)
 
 
 @dataclass
@@ -234,8 +222,9 @@ def query_blocks(
         if window is not None:
             hidden |= (distance >= window) & (keys >= change.sinks)
         bias = pos.bias(positions[..., queries], select_keys(positions, -1, sinks, local))
-        mask = heads.q.new_zeros(hidden.shape) if bias is None else bias.to(heads.q.dtype)
-        mask = mask.masked_fill(hidden, -math.inf)
+        # bfloat16 could not hold ALiBi's slope x distance from distance 257 on
+        wide = torch.promote_types(heads.q.dtype, torch.float32)
+        mask = (heads.q.new_zeros(hidden.shape) if bias is None else bias.to(wide)).masked_fill(hidden, -math.inf)
         mask = mask if mask.dim() == 4 else mask.expand(1, H, -1, -1)
         blocks.append(QueryBlock(slice(start, stop), sinks, local, distance, mask))
     return blocks

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import Heads, query_blocks
+from model.attention import Heads, attend_masked, query_blocks
 from model.pos import Encoding
 from model.scaling import ContextChange
 
@@ -36,5 +36,5 @@ def attend_clipped(heads: Heads, pos: Encoding, positions: Tensor, change: Conte
         far_mask = block.mask[..., :far_count].masked_fill(~far[:, :far_count], -math.inf)
         near_mask = block.mask[..., first_near:].masked_fill(far[:, first_near:], -math.inf)
         mask = torch.cat((far_mask, near_mask), dim=-1)
-        outputs.append(F.scaled_dot_product_attention(wide_q, wide_k, wide_v, mask, scale=D**-0.5)[..., :D])
+        outputs.append(attend_masked(wide_q, wide_k, wide_v, mask, scale=D**-0.5)[..., :D])
     return torch.cat(outputs, dim=2)

@@ -1,4 +1,4 @@
-"""The spectrum of RoPE: how often each pair rotates within a trained context, and two published rules for the base.
+"""The spectrum of RoPE: how often each pair rotates within a trained context.
 
 A pair's wavelength is 2 pi / inv_freq tokens. A pair that does not complete a rotation within the trained context L
 meets angles beyond L that it never saw in training.
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from model.scaling import TrainedContext
 
-LLAMA2_SLOWEST = 0.075  # rotations of Llama 2's slowest pair within its 4096 tokens (head_dim 128, base 10000)
+# Threshold -> pairs above its default within L: Llama 2 (L 4096, base 10000), Llama 3 (L 8192, base 500000)
+PUBLISHED = {"beta_fast": ("Llama 2", 21), "beta": ("Llama 2", 21), "high_freq_factor": ("Llama 3", 29)}
 
 
 def frequencies(rotary_dim: int, base: float) -> Tensor:
@@ -24,54 +25,28 @@ def rotations(inv_freq: Tensor, ctx: int) -> Tensor:
     return ctx * inv_freq / (2 * math.pi)
 
 
-def base_bound(rotary_dim: int, ctx: int) -> float:
-    """The smallest base at which B(m) = sum_i cos(m theta_i) >= 0 for all m < ctx (Men et al. 2024, arXiv 2405.14591).
-
-    With a smaller base, two similar tokens at a large distance can have a lower expected score than two random tokens.
-    Accurate to 0.1 %; inf if it is above 1e9. Near the bound the condition can hold for one base and fail for a larger
-    one, so bases are tried in order on a fine grid from 1 up, instead of by bisection.
-    """
-    exponents = -torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
-    grid = torch.exp(torch.arange(0, math.log(1e9), 0.001, dtype=torch.float64))
-    for bases in grid.split(512):
-        for m in torch.arange(ctx, dtype=torch.float64).split(64):  # most bases fail early
-            angle = m[:, None] * (bases[:, None] ** exponents)[:, None, :]
-            bases = bases[(angle.cos().sum(-1) >= 0).all(-1)]
-        if len(bases):
-            return bases[0].item()
-    return math.inf
-
-
-def scale_matched_base(rotary_dim: int, ctx: int) -> float:
-    """The base at which the slowest pair rotates as often within ctx as Llama 2's does within 4096 tokens."""
-    if rotary_dim < 4:
-        return math.nan
-    return (ctx / (2 * math.pi * LLAMA2_SLOWEST)) ** (rotary_dim / (rotary_dim - 2))
-
-
 def card(trained: TrainedContext) -> str:
-    """Three lines about a run's spectrum, for the start of train.py and eval.py; empty without rotation."""
+    """One line about a run's spectrum, for the start of train.py and eval.py; empty without rotation."""
     if trained.frequencies is None:
         return ""
-    r, L, D = rotations(trained.inv_freq, trained.train_ctx), trained.train_ctx, trained.rotary_dim
-    bound = f"{base_bound(D, L):,.0f}" if L <= 2048 else "takes a while: python -m studies.spectrum"
+    r = rotations(trained.inv_freq, trained.train_ctx)
     return (
-        f"spectrum: {len(r)} pairs rotate {r[0]:.3g} .. {r[-1]:.2g} times within {L} tokens; "
-        f"{int((r < 1).sum())} never complete a rotation\n"
-        f"  smallest base that keeps B(m) >= 0 up to {L} (arXiv 2405.14591): {bound}\n"
-        f"  base whose slowest pair rotates as in Llama 2: {scale_matched_base(D, L):,.0f}"
+        f"spectrum: {len(r)} pairs rotate {r[0]:.3g} .. {r[-1]:.2g} times within {trained.train_ctx} tokens; "
+        f"{int((r < 1).sum())} never complete a rotation"
     )
 
 
 def warning(knobs: dict, trained: TrainedContext) -> str:
-    """One line if a method's threshold, in rotations within L, is more than any pair makes; else empty."""
+    """One line if a method's threshold, in rotations within L, has fewer than 1/10 or more than 9/10 of the pairs above
+    it; else empty. Comparable is the threshold with the share of pairs above it that it has in the published model.
+    """
     if trained.frequencies is None:
         return ""
-    most = rotations(trained.inv_freq, trained.train_ctx).max().item()
-    for key in ("beta_fast", "beta", "high_freq_factor"):
-        if key in knobs and knobs[key] > most:
+    r, L = rotations(trained.inv_freq, trained.train_ctx), trained.train_ctx
+    for key, (model, count) in PUBLISHED.items():
+        if key in knobs and not len(r) <= 10 * (above := int((r > knobs[key]).sum())) <= 9 * len(r):
             return (
-                f"warning: scaling.{key}={knobs[key]:g} rotations is more than any pair makes in {trained.train_ctx} "
-                f"tokens ({most:.3g} at most), so no pair counts as fast: try scaling.{key}=4"
+                f"warning: scaling.{key}={knobs[key]:g}: {above} of {len(r)} pairs rotate more often than that within "
+                f"{L} tokens (in {model}: {count} of 64); comparable: scaling.{key}={r.quantile(1 - count / 64):.2g}"
             )
     return ""

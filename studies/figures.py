@@ -21,9 +21,9 @@ from conf.errors import user_errors_in_one_line
 from conf.registry import ROOT, choices
 from measure import plots
 from measure.plots import CONTROL, OKABE_ITO
-from model.spectrum import base_bound, scale_matched_base
 from studies.matrix import EXTENSIONS
 from studies.rows import Rows, read_rows, run_of, seeds_of
+from studies.spectrum import base_bound, scale_matched_base
 
 HEAD_DIM = 64  # of every size of the study
 DASHED, DOTTED, MIXED = (0, (5, 1.5)), (0, (2, 1.5)), (0, (5, 1.5, 1.5, 1.5))

@@ -2,11 +2,13 @@
 
 A job trains one run with train.py and evaluates it with eval.py, each in a child process. The results are collected as
 rows of results/matrix.jsonl. The command can be stopped at any time: when it is run again, finished jobs are skipped
-and unfinished ones are resumed. `quick` is the same study at a toy size, `h200` at 41M parameters on a GPU.
+and unfinished ones are resumed. `quick` is the same study at a toy size, `h200` at 41M parameters on a GPU; `smoke`
+takes seconds a job, to try the command.
 """
 
 import argparse
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -19,18 +21,19 @@ import torch
 
 from conf.errors import UserError, check, user_errors_in_one_line
 from conf.registry import ROOT, choices, yaml_values
-from data.held_out import long_documents
 from engine.checkpoint import write_atomically
 from engine.device import autocast
 from engine.run import Run
-from measure.curves import read_curve, select
+from measure.curves import controls, read_curve, select
 from measure.statistics import gain
+from measure.tasks.matched import NEAR, Matched
 from model.scaling import resolve
 from studies.rows import Rows, read_rows
 
 BASES = (100, 500, 1000, 100_000, 1_000_000)  # besides the default of 10000
 EXTENSIONS = ("none", "pi", "ntk", "yarn")  # methods that are fine-tuned to 4 L; none: fine-tuned without scaling
 FINETUNE_STEPS = (20, 50, 100, 200)
+MAIN_METHODS = ("pi", "ntk", "yarn", "rerope", "logn")  # evaluated at all lengths; the others up to NEAR
 CACHE = ".cache"  # of the corpora: the default of train.py and eval.py
 
 
@@ -41,10 +44,12 @@ class Size:
     L: int  # the trained context, tokens
     steps: int  # of pre-training
     batch_tokens: int
-    lengths: tuple[int, ...]  # evaluated
+    lengths: tuple[int, ...]  # evaluated; past NEAR only with MAIN_METHODS
     train: tuple[str, ...] = ()  # overrides of train.py
     documents: int = 32  # evaluated
-    scored_tokens: int = 64  # at the end of each document
+    scored_tokens: int = 64  # at the end of each window
+    windows: int = 8  # of each document
+    far_windows: int = 2  # of each document at lengths past NEAR
     seeds: tuple[int, ...] = (0,)
     finetune: tuple[int, ...] = FINETUNE_STEPS
     # For the forecast of the duration:
@@ -58,14 +63,14 @@ SIZES = {
         L=256,
         steps=2600,
         batch_tokens=2048,
-        lengths=(128, 256, 512, 1024, 2048, 4096, 8192),
+        lengths=(128, 256, 288, 320, 384, 448, 512, 1024, 2048, 4096, 8192),
         seeds=(0, 1, 2),
     ),
     "quick": Size(
         L=64,
         steps=500,
         batch_tokens=2048,
-        lengths=(32, 64, 128, 256, 512),
+        lengths=(32, 64, 80, 96, 128, 256, 512),
         train=("ctx=64", "steps=500", "optim.warmup=20", "val_every=500", "val_windows=32", "model.n_layers=2",
                "model.n_heads=2", "model.width=128", "data.vocab_size=512"),
         documents=8,
@@ -74,6 +79,19 @@ SIZES = {
         train_rate=70_000,
         eval_rate=60_000,
         start_seconds=10,
+    ),
+    "smoke": Size(
+        L=64,
+        steps=20,
+        batch_tokens=512,
+        lengths=(32, 64, 128, 256),
+        train=("exp=smoke", "steps=20", "model.n_layers=1", "val_every=20", "val_windows=8"),
+        documents=4,
+        scored_tokens=32,
+        finetune=(5, 10),
+        train_rate=30_000,
+        eval_rate=30_000,
+        start_seconds=20,
     ),
     "h200": Size(
         L=512,
@@ -169,7 +187,8 @@ def minutes(job: Job, size: Size) -> float:
     """A rough forecast of a job's duration in minutes: its tokens divided by the rates, plus the time to start."""
     # About 20 methods apply to an encoding that rotates, and few to the others
     curves = 20 if job.every_scaling and "rope" in job.name else 2
-    eval_tokens = curves * size.documents * sum(job.lengths)
+    eval_tokens = curves * size.documents * size.windows * sum(n for n in job.lengths if n <= NEAR)
+    eval_tokens += min(curves, 2 + len(MAIN_METHODS)) * size.documents * size.far_windows * sum(job.lengths)
     seconds = job.steps * size.batch_tokens / size.train_rate + eval_tokens / size.eval_rate + size.start_seconds
     return seconds / 60
 
@@ -187,21 +206,29 @@ def run_job(job: Job, size: Size, runs: str, deadline: float) -> Rows:
     run = Run.open(job.name, runs=runs, cache=CACHE)
 
     methods = applicable_scalings(run, max(job.lengths)) if job.every_scaling else []
-    lengths = f"ctx=[{','.join(map(str, job.lengths))}]"
-    settings = [lengths, f"documents={size.documents}", f"task.scored_tokens={size.scored_tokens}"]
-    evaluate = ["eval.py", "-m", f"run={job.name}", f"runs={runs}", *settings]
-    run_script([*evaluate, f"scaling={','.join(methods) or 'none'}"], deadline)
+    evaluate = ["eval.py", "-m", f"run={job.name}", f"runs={runs}", *target_settings(size)]
+    near, every = (f"ctx=[{','.join(str(n) for n in job.lengths if n <= longest)}]" for longest in (NEAR, math.inf))
+    main_methods = [name for name in MAIN_METHODS if name in methods]
+    run_script([*evaluate, every, f"scaling={','.join(['none', *main_methods])}"], deadline)
+    if others := [name for name in methods if name not in main_methods]:
+        run_script([*evaluate, near, f"scaling={','.join(others)}"], deadline)
     if job.name.startswith("rope-s"):
         # One factor at all lengths, as in a deployed model, to measure the increase of the loss within L; and methods
         # that are combined with log-n
-        run_script([*evaluate, "scaling=pi,ntk,yarn", "++scaling.factor=fixed"], deadline)
-        run_script([*evaluate, "scaling=ntk,yarn,rerope,rerope_leaky", "plus=logn"], deadline)
+        run_script([*evaluate, near, "scaling=pi,ntk,yarn", "++scaling.factor=fixed"], deadline)
+        run_script([*evaluate, near, "scaling=ntk,yarn,rerope,rerope_leaky", "plus=logn"], deadline)
 
     command = f"python train.py {' '.join(job.train)} name={job.name}"
     rows = gather(job, run, command)
     if job.part == "encodings":
         rows += shifted(job, run, size, command)
     return rows
+
+
+def target_settings(size: Size) -> list[str]:
+    """The overrides of eval.py that choose the targets."""
+    windows = [f"task.windows={size.windows}", f"task.far_windows={size.far_windows}"]
+    return [f"documents={size.documents}", f"task.scored_tokens={size.scored_tokens}", *windows]
 
 
 def run_script(argv: list[str], deadline: float) -> None:
@@ -249,23 +276,23 @@ def applicable_scalings(run: Run, longest: int) -> list[str]:
 
 # Columns that are copied from the rows of eval.py
 CURVE_COLUMNS = ("seed", "label", "n", "factor", "train_ctx", "extended_ctx", "loss", "low", "high", "bits_per_byte",
-                 "tokens", "bytes", "targets", "dtype", "device", "nll")  # fmt: skip
+                 "tokens", "bytes", "texts", "targets", "dtype", "device", "documents", "windows", "nll")  # fmt: skip
 
 
 def gather(job: Job, run: Run, command: str) -> Rows:
     """The rows of a run: one for each of its newest curves and each length.
 
-    Each has the columns of eval.py in CURVE_COLUMNS, the gain over the run's window control at the same length (nats
+    Each has the columns of eval.py in CURVE_COLUMNS, the gain over the run's better control at the same length (nats
     per token, with its 95 % interval), and the origin: commit, command and number of threads.
     """
     curves = [read_curve(file) for file in sorted((run.folder / "eval").glob("*.jsonl"))]
     newest = max(curves, key=lambda curve: curve.written)
-    selected = select(curves, newest.first.targets)
-    window = next(curve for curve in selected if curve.label == "window").by_length()
+    selected = select(curves, newest.first.texts)
+    bars = controls(selected)[run.name]
     origin = {"threads": torch.get_num_threads(), "commit": commit(), "command": command}
     rows = []
     for row in (row for curve in selected for row in curve.rows):
-        mean, low, high = gain(row, window[row.n])
+        mean, low, high = gain(row, bars[row.n])
         rows.append(
             {
                 "part": job.part,
@@ -291,13 +318,14 @@ def shifted(job: Job, run: Run, size: Size, command: str) -> Rows:
 
     All of these positions were trained. An encoding that depends only on distances has the same loss in both rows.
     """
-    n, scored = size.L // 2, size.scored_tokens
-    _, text = long_documents(run.corpus, max(job.lengths), size.documents)  # [documents, longest + 1]
-    tokens, targets = text[:, -n - 1 : -1], text[:, -scored:]
+    n = size.L // 2
+    task = Matched(run.corpus, max(job.lengths), size.documents, size.scored_tokens, size.windows, size.far_windows)
+    (piece,) = task.pieces(n)
     rows = []
     for label, start in (("unshifted", 0), ("shifted", n)):
         with autocast(torch.device("cpu"), run.cfg.dtype):
-            losses = run.model.losses(tokens, targets, torch.arange(n) + start).double()  # [documents, scored]
+            passes = zip(piece.tokens.split(32), piece.targets.split(32), strict=True)
+            losses = torch.cat([run.model.losses(*part, torch.arange(n) + start).double() for part in passes])
         rows.append(
             {
                 "part": job.part,
@@ -309,6 +337,8 @@ def shifted(job: Job, run: Run, size: Size, command: str) -> Rows:
                 "train_ctx": size.L,
                 "loss": losses.mean().item(),
                 "tokens": losses.numel(),
+                "documents": len(task.names),
+                "windows": task.windows(n),
                 "nll": losses.sum(dim=1).numpy().round(4).tolist(),
                 "commit": commit(),
                 "command": command,

@@ -2,6 +2,11 @@
 
 A row is one run, one method and one length n. Its keys are those of `gather` and `shifted` in studies/matrix.py, which
 writes the file. Claims, tables and figures only read it.
+
+A row scores several windows of each document: `windows` has their numbers, and `nll` the sum of nats of each window,
+the windows of a document together. At long n fewer windows have enough text before them, so two rows are compared on
+the windows that both have. The old rows, results/matrix-last64.jsonl, have no `windows`: they score one, the last 64
+tokens of each document. Old and new rows have different targets and are never compared with each other.
 """
 
 import argparse
@@ -17,7 +22,9 @@ from conf.registry import ROOT
 from engine.checkpoint import write_atomically
 
 Rows = list[dict[str, Any]]
-Interval = tuple[float, float, float]  # mean, and the low and high end of its 95 % interval
+Losses = dict[int, dict[int, np.ndarray]]  # seed -> window -> nats per token of each document [documents]
+
+BAR = "bar"  # as the label of a method: the better of the two controls
 
 
 # ---- reading ----
@@ -47,40 +54,75 @@ def seeds_of(rows: Rows, part: str) -> Rows:
     return [row for row in rows if row["seed"] in seeds]
 
 
-def document_losses(rows: Rows, run: str, label: str, n: int) -> dict[int, np.ndarray]:
-    """seed -> the loss of each document at length n, nats per token [documents]."""
-    matching = [row for row in rows if (run_of(row), row["label"], row["n"]) == (run, label, n)]
-    # Every document has the same number of scored tokens: tokens / documents
-    return {row["seed"]: np.array(row["nll"]) * len(row["nll"]) / row["tokens"] for row in matching}
+# ---- losses ----
 
 
-# ---- intervals ----
+def losses(rows: Rows, run: str, label: str, n: int) -> Losses:
+    """The losses of one condition at length n; empty if there are no rows. label: of the method, or BAR."""
+    if label == BAR:
+        return bar(rows, run, n)[0]
+    matching = [row for row in rows if (row["n"], row["label"]) == (n, label) and run_of(row) == run]
+    return {row["seed"]: by_window(row) for row in matching}
 
 
-def interval(delta: np.ndarray, draws: int = 4000) -> Interval:
-    """(mean, low, high): 95 % bootstrap interval of the mean of differences [seeds, documents].
+def by_window(row: dict[str, Any]) -> dict[int, np.ndarray]:
+    """window -> nats per token of each document [documents]. Every window has the same number of scored tokens."""
+    nats = np.array(row["nll"]) * len(row["nll"]) / row["tokens"]
+    windows = row.get("windows", [0])
+    return dict(zip(windows, nats.reshape(-1, len(windows)).T, strict=True))
 
-    The documents are the same for all seeds, so seeds and documents are resampled independently (a crossed design).
-    With three seeds the interval is too narrow.
+
+def minus(a: Losses, b: Losses) -> Losses:
+    """a - b, for the seeds and windows that both have. Seeds without a common window are left out."""
+    pairs = {seed: (a[seed], b[seed]) for seed in sorted(a.keys() & b.keys()) if a[seed].keys() & b[seed].keys()}
+    return {seed: {w: x[w] - y[w] for w in sorted(x.keys() & y.keys())} for seed, (x, y) in pairs.items()}
+
+
+def per_document(values: Losses) -> np.ndarray:
+    """The means over the windows of each document, [seeds, documents]. At least one seed."""
+    return np.stack([np.mean(list(windows.values()), axis=0) for windows in values.values()])
+
+
+def bar(rows: Rows, run: str, n: int) -> tuple[Losses, str]:
+    """(losses of the better of the two controls at n > L, its name); ({}, "") if there are no rows.
+
+    Both give the run's model as many tokens as it was trained on, L: "window" limits the attention of each query to the
+    last L tokens, "truncation" the text, which is no scaling at n = L. The better one has the lower mean loss over all
+    seeds, on the windows that both have. A method uses context past L only if its loss is below this bar.
     """
-    rng = np.random.default_rng(0)
-    seeds, documents = delta.shape
-    # How often each draw takes each seed [draws, seeds] and each document [draws, documents]
-    times_seed, times_document = (rng.multinomial(k, np.full(k, 1 / k), size=draws) for k in (seeds, documents))
-    means = ((times_seed @ delta) * times_document).sum(axis=1) / delta.size
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(delta.mean()), float(low), float(high)
+    window = losses(rows, run, "window", n)
+    L = next((row["train_ctx"] for row in rows if run_of(row) == run), n)
+    truncation = losses(rows, run, "none", L)
+    difference = minus(window, truncation)
+    if not difference:
+        return (window, "window") if window else (truncation, "truncation" if truncation else "")
+    return (window, "window") if per_document(difference).mean() <= 0 else (truncation, "truncation")
 
 
 # ---- commands ----
 
 
-def report_command(report: Callable[[Rows], str], description: str, file_name: str) -> None:
-    """The command line of a study that turns the rows into one text: write it to results/FILE_NAME and print it."""
+def read_both(path: str, old_path: str) -> tuple[Rows, Rows]:
+    """(new rows, old rows) of two files. One of them may be missing, then its rows are empty."""
+    if not Path(old_path).exists():
+        return read_rows(Path(path)), []
+    return read_rows(Path(path)) if Path(path).exists() else [], read_rows(Path(old_path))
+
+
+def report_command(report: Callable[[Rows, Rows], str], description: str, file_name: str) -> None:
+    """The command line of a study that turns new and old rows into one text.
+
+    Writes it to results/FILE_NAME and prints it.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rows", default=str(ROOT / "results/matrix.jsonl"), help="the rows that studies.matrix wrote")
+    parser.add_argument(
+        "--old-rows",
+        default=str(ROOT / "results/matrix-last64.jsonl"),
+        help="rows of the last 64 tokens of each document, used where --rows has none",
+    )
     parser.add_argument("--out", default=str(ROOT / "results" / file_name), help="the file to write")
     args = parser.parse_args()
-    text = report(read_rows(Path(args.rows)))
+    text = report(*read_both(args.rows, args.old_rows))
     write_atomically(Path(args.out), lambda f: f.write(text.encode()))
     print(text)

@@ -2,15 +2,17 @@
 
     python -m studies.spectrum
 
-Prints the rotations of each pair within L tokens, and writes them as a table and a figure. The maths is in
-model/spectrum.py.
+Prints the rotations of each pair within L tokens and what two published rules say about the base, and writes the
+rotations as a table and a figure.
 """
 
 import argparse
 import csv
 import io
+import math
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from conf.errors import UserError, user_errors_in_one_line
@@ -19,6 +21,7 @@ from engine.checkpoint import write_atomically
 from model.scaling import TrainedContext, resolve
 from model.spectrum import card, frequencies, rotations, warning
 
+LLAMA2_SLOWEST = 0.075  # rotations of Llama 2's slowest pair within its 4096 tokens (head_dim 128, base 10000)
 METHOD_COLORS = {
     "none": "#333333",
     "pi": "#0072B2",
@@ -34,6 +37,9 @@ def main() -> None:
     args = parse_arguments()
     trained = TrainedContext("rope", args.ctx, frequencies(args.rotary_dim, args.base))
     print(card(trained))
+    bound, matched = base_bound(args.rotary_dim, args.ctx), scale_matched_base(args.rotary_dim, args.ctx)
+    print(f"smallest base that keeps B(m) >= 0 up to {args.ctx} (arXiv 2405.14591): {bound:,.0f}")
+    print(f"base whose slowest pair rotates as in Llama 2: {matched:,.0f}")
     by_method = rotations_by_method(trained, args.factor)
     print_table(by_method, args.ctx, args.factor)
 
@@ -58,6 +64,31 @@ def parse_arguments() -> argparse.Namespace:
     if args.ctx < 2 or args.rotary_dim < 4 or args.rotary_dim % 2 or args.base < 1 or args.factor < 1:
         raise UserError("--ctx must be at least 2, --rotary-dim even and at least 4, --base and --factor at least 1")
     return args
+
+
+def base_bound(rotary_dim: int, ctx: int) -> float:
+    """The smallest base at which B(m) = sum_i cos(m theta_i) >= 0 for all m < ctx (Men et al. 2024, arXiv 2405.14591).
+
+    With a smaller base, two similar tokens at a large distance can have a lower expected score than two random tokens.
+    Accurate to 0.1 %; inf if it is above 1e9. Near the bound the condition can hold for one base and fail for a larger
+    one, so bases are tried in order on a fine grid from 1 up, instead of by bisection.
+    """
+    exponents = -torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
+    grid = torch.exp(torch.arange(0, math.log(1e9), 0.001, dtype=torch.float64))
+    for bases in grid.split(512):
+        for m in torch.arange(ctx, dtype=torch.float64).split(64):  # most bases fail early
+            angle = m[:, None] * (bases[:, None] ** exponents)[:, None, :]
+            bases = bases[(angle.cos().sum(-1) >= 0).all(-1)]
+        if len(bases):
+            return bases[0].item()
+    return math.inf
+
+
+def scale_matched_base(rotary_dim: int, ctx: int) -> float:
+    """The base at which the slowest pair rotates as often within ctx as Llama 2's does within 4096 tokens."""
+    if rotary_dim < 4:
+        return math.nan
+    return (ctx / (2 * math.pi * LLAMA2_SLOWEST)) ** (rotary_dim / (rotary_dim - 2))
 
 
 def rotations_by_method(trained: TrainedContext, factor: float) -> dict[str, Tensor]:

@@ -11,30 +11,32 @@ import hashlib
 import random
 import re
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from conf.errors import UserError
 from data.corpora import sympy
 
-CHANCE = 1 / 26
 NOTE = re.compile(r"# ([A-Z] )+[a-z]( [a-z])*")
 
 
 class Notes:
     """The notes that can be repeated: at most `size` at a time. Each is equally likely to be written next.
 
-    key, answer: the number of letters of each part. never: a capital letter that random keys do not contain.
+    key, answer: the number of letters of each part. capitals, letters: those that random notes are made of.
     """
 
-    def __init__(self, rng: random.Random, size: int, key: int, answer: int, never: str = ""):
+    def __init__(
+        self, rng: random.Random, size: int, key: int, answer: int,
+        capitals: str = string.ascii_uppercase, letters: str = string.ascii_lowercase,
+    ):  # fmt: skip
         self.rng, self.size, self.key, self.answer = rng, size, key, answer
-        self.capitals = [c for c in string.ascii_uppercase if c != never]
+        self.capitals, self.letters = capitals, letters
         self.alive: dict[str, str] = {}
 
     def new(self, first: str | None = None) -> str:
         """The text of a new random note. first: its first capital letter; None draws it."""
         key = [first or self.rng.choice(self.capitals), *self.rng.choices(self.capitals, k=self.key - 1)]
-        letters = self.rng.choices(string.ascii_lowercase, k=self.answer)
+        letters = self.rng.choices(self.letters, k=self.answer)
         return " ".join(["#", *key, *letters])
 
     def say(self) -> str:
@@ -76,36 +78,3 @@ def documents(key: int, answer: int) -> Iterator[tuple[str, str]]:
     """(name, text) of SymPy's files with notes, the same in every process."""
     for name, text in sympy.documents():
         yield name, annotate(text.splitlines(), random.Random(f"recall {name}"), key, answer)
-
-
-def probe(
-    texts: list[str], encode: Callable[[str], list[int]], n: int, distance: int, seed: int, key: int, answer: int
-) -> list[int]:
-    """n + 1 tokens that end in the answer of a note which occurs exactly once before, `distance` tokens earlier.
-
-    texts: documents whose lines fill the rest; notes in them are removed, and eight other notes are repeated between
-    the lines. encode: text -> tokens. distance: tokens, more than the length of a note. seed: the same one gives the
-    same text. UserError if the tokenizer does not give one token to each letter of the note.
-    """
-    rng = random.Random(f"probe {seed}")
-    first = rng.choice(string.ascii_uppercase)
-    others = Notes(rng, 8, key, answer, never=first)
-    lines = [x for x in rng.choice(texts).splitlines() if not NOTE.fullmatch(x)]
-    at = rng.randrange(len(lines))
-
-    def filler(count: int) -> list[int]:
-        """The next `count` tokens of lines and other notes."""
-        nonlocal at
-        tokens: list[int] = []
-        while len(tokens) < count:
-            part = [*lines[at : at + 16], *lines[: max(0, at + 16 - len(lines))]]
-            at = (at + 16) % len(lines)
-            tokens += encode(interleave(part, rng, others))
-        return tokens[len(tokens) - count :]
-
-    note = others.new(first)
-    said = encode(note + "\n")
-    if len(said) != 2 + key + answer:
-        raise UserError("data.tokenizer: must give one token to each letter of a note: bpe with a larger vocab_size")
-    between = filler(distance - len(said))
-    return [*filler(n), *said, *between, *said[:-1]][-n - 1 :]

@@ -3,49 +3,62 @@
 A new task is one .py here, with a subclass of Task named `build`, and one .yaml; nothing else changes.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from conf.registry import build_from_knobs, load_kind
+from data.corpus import HeldOut
 
-# losses(tokens [B, T], targets [B, S]) -> nats [B, S]: the loss of targets, which follow the last S of tokens
-Losses = Callable[[Tensor, Tensor], Tensor]
+
+@dataclass(frozen=True)
+class Piece:
+    """Inputs of one shape, and what is scored of them. B is documents x windows, the windows of a document together."""
+
+    tokens: Tensor  # int64 [B, T]
+    targets: Tensor  # int64 [B, S]: the tokens that follow the last S of `tokens`
+    scored: Tensor | None = None  # bool [S]: the targets that count; None: all
+    distance: int | None = None  # of tasks with an answer that occurs before: tokens between the two
+
+    def scored_targets(self) -> np.ndarray:
+        """int64 [B, scored]"""
+        return (self.targets if self.scored is None else self.targets[:, self.scored]).numpy()
 
 
 class Task:
-    """Scores parts of held-out documents, given n of their tokens. The yaml's knobs are the parameters of __init__."""
+    """What is scored at a length n. The yaml's knobs are the parameters of __init__ after corpus, ctx and documents."""
 
-    label: str  # identifies what is scored, with every knob that shapes it: curves of one label are comparable
+    label: str  # identifies what is scored, with every knob that shapes it
+    names: list[str]  # of the documents or examples, the units of the intervals
     shortest: int = 64  # the shortest length that is evaluated by default
     minimum: int = 1  # the shortest length that can be evaluated
-    from_start: bool = False  # take the first tokens of each document instead of the last
-    same_targets: bool = True  # the same tokens are scored at every n
+    accuracy: bool = False  # there are right answers: the share of right tokens is measured as well
+    chance: float = 0.0  # accuracy of guessing
+    threshold: float = 0.0  # of the effective context: the accuracy that counts as solved
 
-    def score(self, losses: Losses, text: Tensor, n: int) -> Tensor:
-        """Nats of each scored token, [B, scored], at length n. text [B, ctx + 1]: documents, cut."""
+    def __init__(self, corpus: HeldOut, ctx: int, documents: int):
+        """ctx: the longest length, tokens. documents: how many to score at most."""
         raise NotImplementedError
 
-    def describe(self, ctx: int) -> str:
-        """What is scored of each document, for a line of output."""
+    def pieces(self, n: int) -> list[Piece]:
+        """What is scored at length n; all pieces have the same B."""
         raise NotImplementedError
 
-    def targets(self, text: Tensor, n: int) -> Tensor:
-        """The tokens that are scored at length n, [B, scored]."""
-        return self.score(lambda tokens, targets: targets, text, n)
+    def identity(self) -> str:
+        """Identifies the texts and everything that shapes what is scored of them, at all lengths."""
+        return f"{self.label} {self.names}"
 
-    def cost(self, text: Tensor, n: int) -> int:
-        """The number of tokens that the model processes at length n."""
-        processed = []
+    def describe(self) -> str:
+        """What is scored, for a line of output."""
+        raise NotImplementedError
 
-        def count(tokens: Tensor, targets: Tensor) -> Tensor:
-            processed.append(tokens.numel())
-            return targets
-
-        self.score(count, text, n)
-        return sum(processed)
+    def windows(self, n: int) -> list[int]:
+        """The numbers of the windows of a document that are scored at length n: rows compare those that both have."""
+        return [0]
 
 
-def build(knobs: dict) -> Task:
-    """The task that a yaml of conf/task names. UserError for a wrong knob."""
-    return build_from_knobs(load_kind("measure.tasks", knobs["kind"], "build", "task"), knobs, "task")
+def build(knobs: dict, corpus: HeldOut, ctx: int, documents: int) -> Task:
+    """The task that a yaml of conf/task names, for a corpus. UserError for a wrong knob, or if no document fits."""
+    task = load_kind("measure.tasks", knobs["kind"], "build", "task")
+    return build_from_knobs(task, knobs, "task", corpus, ctx, documents)

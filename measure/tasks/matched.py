@@ -1,27 +1,70 @@
-"""Matched targets: the same last tokens of each document at every length, so only the context changes.
+"""Matched targets: the same tokens of each document at every length, so only the context changes.
 
-The protocol of github.com/bojone/rerope.
+The protocol of github.com/bojone/rerope, with several windows for each document. Windows are spread over the document,
+because its end is not typical: there, few tokens repeat anything further back than a short context.
 """
 
-from torch import Tensor
+import itertools
+
+import numpy as np
+import torch
 
 from conf.errors import check
-from measure.tasks import Losses, Task
+from data.corpus import HeldOut
+from data.held_out import long_documents
+from data.near_copies import copied_tokens
+from measure.tasks import Piece, Task
+
+NEAR = 2048  # tokens: up to this length all windows are scored, at longer ones `far_windows` of them
+COPIED = 0.5  # a window is moved if a larger share of its targets ends an 8-gram of the training text
 
 
 class Matched(Task):
     label = "matched"
 
-    def __init__(self, scored_tokens: int):
-        check(scored_tokens >= 1, "task.scored_tokens", scored_tokens, "at least 1")
-        self.scored_tokens = self.shortest = self.minimum = scored_tokens
+    def __init__(
+        self, corpus: HeldOut, ctx: int, documents: int, scored_tokens: int, windows: int, far_windows: int
+    ):  # fmt: skip
+        """scored_tokens: at the end of each window. windows, far_windows: the number of windows of a document."""
+        for knob, value in (("scored_tokens", scored_tokens), ("windows", windows), ("far_windows", far_windows)):
+            check(value >= 1, f"task.{knob}", value, "at least 1")
+        self.ctx, self.scored_tokens, self.shortest, self.minimum = ctx, scored_tokens, scored_tokens, scored_tokens
+        self.documents = long_documents(corpus, ctx, documents)
+        self.names = [d.name for d in self.documents]
+        copied = {d.name: flags for d, flags in zip(corpus.held_out, copied_tokens(corpus), strict=True)}
+        self.ends = np.array([self._ends(copied[d.name], windows, ctx) for d in self.documents])  # [documents, windows]
+        near, far = (np.flatnonzero((self.ends > n).all(axis=0)) for n in (min(ctx, NEAR), ctx))
+        middle = (np.arange(far_windows) + 0.5) / far_windows * len(far)  # of far_windows equal parts
+        self.near, self.far = near.tolist(), sorted({int(far[int(i)]) for i in middle})
 
-    def score(self, losses: Losses, text: Tensor, n: int) -> Tensor:
-        windows = text[:, -n - 1 :]  # [B, n + 1]
-        return losses(windows[:, :-1], windows[:, -self.scored_tokens :])
+    def _ends(self, copied: np.ndarray, windows: int, ctx: int) -> list[int]:
+        """The end of each window in a document, evenly spread, without the near-copies. copied: bool [N]"""
+        N, s = len(copied), self.scored_tokens
+        planned = np.linspace(min(NEAR, N // 2), N, windows + 1).round().astype(int)
+        ends = []
+        for previous, planned_end in itertools.pairwise(planned):
+            end = int(planned_end)
+            lowest = max(previous, ctx + 1 if end > ctx else 0) + s  # so that a long document stays long enough
+            while copied[end - s : end].mean() > COPIED and end >= lowest:
+                end -= s
+            ends.append(end)
+        return ends
 
-    def describe(self, ctx: int) -> str:
-        return f"the last {self.scored_tokens} tokens"
+    def identity(self) -> str:
+        return f"{super().identity()} {self.scored_tokens} {self.ends.tolist()}"
+
+    def windows(self, n: int) -> list[int]:
+        return self.near if n <= NEAR else self.far
+
+    def pieces(self, n: int) -> list[Piece]:
+        ends = self.ends[:, self.windows(n)]
+        cuts = [d.tokens[e - n - 1 : e] for d, row in zip(self.documents, ends, strict=True) for e in row]
+        text = torch.from_numpy(np.stack(cuts).astype(np.int64))  # [documents x windows, n + 1]
+        return [Piece(text[:, :-1], text[:, -self.scored_tokens :])]
+
+    def describe(self) -> str:
+        far = f" ({len(self.far)} at n > {NEAR})" if self.ctx > NEAR else ""
+        return f"the last {self.scored_tokens} tokens of {len(self.near)} windows{far}"
 
 
 build = Matched

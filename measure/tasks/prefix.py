@@ -4,20 +4,26 @@ The mean contains the losses of early positions, which hide a failure at the end
 lengths.
 """
 
-from torch import Tensor
+import numpy as np
+import torch
 
-from measure.tasks import Losses, Task
+from data.corpus import HeldOut
+from data.held_out import long_documents
+from measure.tasks import Piece, Task
 
 
 class Prefix(Task):
     label = "prefix"
-    from_start = True
-    same_targets = False
 
-    def score(self, losses: Losses, text: Tensor, n: int) -> Tensor:
-        return losses(text[:, :n], text[:, 1 : n + 1])
+    def __init__(self, corpus: HeldOut, ctx: int, documents: int):
+        cuts = long_documents(corpus, ctx, documents)
+        self.names = [d.name for d in cuts]
+        self.text = torch.from_numpy(np.stack([d.tokens[: ctx + 1] for d in cuts]).astype(np.int64))
 
-    def describe(self, ctx: int) -> str:
+    def pieces(self, n: int) -> list[Piece]:
+        return [Piece(self.text[:, :n], self.text[:, 1 : n + 1])]
+
+    def describe(self) -> str:
         return "the first n tokens (other targets at every n)"
 
 

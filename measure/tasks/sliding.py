@@ -1,33 +1,38 @@
 """Sliding windows of n tokens: each of the ctx tokens is scored one time (Press et al. 2021, arXiv 2108.12409)."""
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from conf.errors import check
-from measure.tasks import Losses, Task
+from data.corpus import HeldOut
+from data.held_out import long_documents
+from measure.tasks import Piece, Task
 
 
 class Sliding(Task):
-    def __init__(self, stride: int):
+    def __init__(self, corpus: HeldOut, ctx: int, documents: int, stride: int):
         check(stride >= 1, "task.stride", stride, "at least 1")
         self.stride, self.label = stride, f"sliding stride={stride}"
+        cuts = long_documents(corpus, ctx, documents)
+        self.names = [d.name for d in cuts]
+        self.text = torch.from_numpy(np.stack([d.tokens[-ctx - 1 :] for d in cuts]).astype(np.int64))
 
-    def score(self, losses: Losses, text: Tensor, n: int) -> Tensor:
-        """The first window scores all of its tokens, each later one its last `stride` tokens -> nats [B, ctx].
+    def pieces(self, n: int) -> list[Piece]:
+        """The first window scores all of its tokens, each later one its last `stride` tokens: ctx targets together.
 
         A token of a later window has at least n - stride tokens of context. The last window ends with the text, so the
         first one may be shorter than n. A stride above n counts as n: the windows then do not overlap.
         """
-        ctx, stride = text.shape[1] - 1, min(self.stride, n)
+        text, ctx, stride = self.text, self.text.shape[1] - 1, min(self.stride, n)
         ends = list(range(ctx, n, -stride))[::-1]  # of the windows after the first
         first = ends[0] - stride if ends else ctx
-        pieces = [losses(text[:, :first], text[:, 1 : first + 1])]
+        pieces = [Piece(text[:, :first], text[:, 1 : first + 1])]
         for end in ends:
-            start = max(0, end - n)
-            pieces.append(losses(text[:, start:end], text[:, end - stride + 1 : end + 1]))
-        return torch.cat(pieces, dim=1)
+            pieces.append(Piece(text[:, max(0, end - n) : end], text[:, end - stride + 1 : end + 1]))
+        return pieces
 
-    def describe(self, ctx: int) -> str:
+    def describe(self) -> str:
+        ctx = self.text.shape[1] - 1
         return f"the last {ctx} tokens, by windows of n that move by {self.stride} (n at most),"
 
 

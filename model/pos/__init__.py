@@ -45,6 +45,9 @@ class Encoding(nn.Module):
     max_positions: int | None = None
     # float64 [rotary_dim / 2], radians per position, if the encoding rotates; None: it has no frequencies to scale.
     inv_freq: Tensor | None = None
+    # The learning rate of the encoding's own parameters, as a multiple of optim.lr. If it is not 1, these parameters
+    # have no weight decay (engine/optimizer.py).
+    lr_factor: float = 1.0
 
     def __init__(self, shape: Shape):
         super().__init__()

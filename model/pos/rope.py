@@ -79,7 +79,8 @@ class Rope(Encoding):
             # On both q and k, so the scores grow by its square (YaRN, arXiv 2309.00071, section 3.4).
             return cos * change.attention_factor, sin * change.attention_factor
 
-        if self._kernel_applies() and uses_triton(device):
+        # The kernel would bypass what a subclass overrides
+        if uses_triton(device) and type(self).prepare is Rope.prepare and type(self).rotate is Rope.rotate:
             near = KernelInputs(self.phase(inv_freq, device), positions, change.attention_factor)
         else:
             one = table(inv_freq)
@@ -91,10 +92,6 @@ class Rope(Encoding):
             start = change.clip * self.phase(inv_freq - slow, device)
             near.far = Tables(table(slow, start), table(slow))
         return near
-
-    def _kernel_applies(self) -> bool:
-        """Whether a subclass leaves prepare and rotate as they are here; the kernel would bypass an override."""
-        return type(self).prepare is Rope.prepare and type(self).rotate is Rope.rotate
 
     def rotate(self, q: Tensor, k: Tensor, prepared: Tables | KernelInputs) -> tuple[Tensor, Tensor]:
         if isinstance(prepared, KernelInputs):
@@ -110,9 +107,8 @@ class Rope(Encoding):
             return super().rotate_qkv(qkv, heads, prepared)
         from kernels.rope import rope_packed
 
-        H, G, _ = heads
         return rope_packed(
-            qkv, H, G, prepared.phase, prepared.positions, interleaved=self.interleaved, scale=prepared.scale
+            qkv, *heads[:2], prepared.phase, prepared.positions, interleaved=self.interleaved, scale=prepared.scale
         )
 
     def rotate_far(self, q: Tensor, k: Tensor, prepared: Tables | KernelInputs) -> tuple[Tensor, Tensor] | None:

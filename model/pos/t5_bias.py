@@ -14,17 +14,20 @@ from model.pos import Encoding, Shape
 
 
 class T5Bias(Encoding):
-    """Knobs: buckets, the number of buckets; max_distance, tokens, from which on all distances share the last bucket.
+    """Knobs: buckets, the number of buckets; max_distance, tokens, from which on all distances share the last bucket;
+    lr_factor, the learning rate of the biases as a multiple of optim.lr.
 
     The bias of each bucket and head is a parameter, initialised to 0.
     """
 
-    def __init__(self, shape: Shape, buckets: int, max_distance: int):
+    # lr_factor has a default, because runs from before this knob do not have it in their settings
+    def __init__(self, shape: Shape, buckets: int, max_distance: int, lr_factor: float = 1.0):
         super().__init__(shape)
         check(buckets >= 2, "pos.buckets", buckets, "at least 2")
         right = f"greater than half of pos.buckets={buckets}"
         check(max_distance > buckets // 2, "pos.max_distance", max_distance, right)
-        self.buckets, self.max_distance = buckets, max_distance
+        check(lr_factor > 0, "pos.lr_factor", lr_factor, "above 0")
+        self.buckets, self.max_distance, self.lr_factor = buckets, max_distance, lr_factor
         self.table = nn.Embedding(buckets, shape.n_heads)
         nn.init.zeros_(self.table.weight)
 

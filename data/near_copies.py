@@ -1,0 +1,59 @@
+"""Near-copies: which tokens of the held-out documents repeat training text, as generated or copied source files do.
+
+The loss of such tokens tells how well the model remembers its training text, so evaluation scores other tokens of the
+document (measure/tasks/matched.py).
+"""
+
+import numpy as np
+
+from data.corpus import Corpus, HeldOut
+
+NGRAM = 8
+CHUNK = 2**24  # tokens of the training stream that are compared at a time
+
+
+def copied_tokens(corpus: HeldOut) -> list[np.ndarray]:
+    """For each held-out document bool [N]: whether the 8-gram that ends with this token occurs in the training text.
+
+    All False for a Hugging Face model, whose training text is not known. The result is stored in the corpus's folder,
+    since a large corpus takes minutes.
+    """
+    documents = [d.tokens for d in corpus.held_out]
+    ends = np.cumsum([len(tokens) for tokens in documents])
+    if not isinstance(corpus, Corpus):
+        return [np.zeros(len(tokens), dtype=bool) for tokens in documents]
+    file = corpus.folder / "copied.bin"
+    flags = np.fromfile(file, dtype=bool) if file.exists() else np.zeros(0, dtype=bool)
+    if len(flags) != ends[-1]:
+        flags = np.concatenate(find_copies(corpus.train, documents))
+        temporary = file.with_suffix(".tmp")
+        flags.tofile(temporary)
+        temporary.replace(file)
+    return np.split(flags, ends[:-1])
+
+
+def find_copies(train: np.ndarray, documents: list[np.ndarray]) -> list[np.ndarray]:
+    """For each document bool [N]: whether the n-gram that ends here occurs in the training stream. Integer arrays [N].
+
+    The first n - 1 tokens of a document complete no n-gram and count as not copied.
+    """
+    wanted = [ngram_hashes(tokens) for tokens in documents]
+    known = np.unique(np.concatenate(wanted))
+    found = np.zeros(len(known), dtype=bool)
+    for start in range(0, len(train) if len(known) else 0, CHUNK):
+        hashes = ngram_hashes(train[start : start + CHUNK + NGRAM - 1])
+        at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+        found[at[known[at] == hashes]] = True
+    flags = [np.zeros(len(tokens), dtype=bool) for tokens in documents]
+    for flag, hashes in zip(flags, wanted, strict=True):
+        flag[NGRAM - 1 :] = found[np.searchsorted(known, hashes)]
+    return flags
+
+
+def ngram_hashes(tokens: np.ndarray, n: int = NGRAM) -> np.ndarray:
+    """uint64 [N - n + 1]: a polynomial modulo 2^64. Equal n-grams have equal hashes, others nearly always not."""
+    count = max(0, len(tokens) - n + 1)
+    hashes = np.zeros(count, dtype=np.uint64)
+    for i in range(n):
+        hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + tokens[i : i + count].astype(np.uint64) + np.uint64(1)
+    return hashes

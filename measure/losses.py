@@ -1,0 +1,58 @@
+"""How eval.py shows losses: the table and the figure, and sentences about the gain and the tax."""
+
+import math
+
+from measure.curves import Curve, Row, better_control
+from measure.plots import draw_curves
+from measure.statistics import difference, gain
+from measure.tasks import Task
+
+__all__ = ["draw_curves", "print_curves"]  # as measure/accuracy.py has them, for tasks with an answer
+
+
+def print_curves(task: Task, none: Curve, window: Curve, *others: Curve) -> None:
+    """Print the table of one evaluation: no scaling, the window control and the requested method at each length.
+
+    Below it the gain at the longest length, and the tax at the longest length within L. All curves have the same
+    lengths.
+    """
+    requested = others[0] if others else none
+    L, extended = none.first.train_ctx, none.first.extended_ctx
+    shown = {"none": none, "window": window, requested.label: requested}
+    bars = [better_control(row, none.by_length()) for row in window.rows]
+    names, units = "".join(f"{name[:16]:>17}" for name in shown), f"{'ppl  bits/byte':>17}" * len(shown)
+    print(f"\n{'':13}{names}{requested.label[:16] + ', 95 %':>23}{'gain over control, 95 %':>27}")
+    print(f"{'n':>7}{'n/L':>6}{units}{'factor':>8}{'ppl':>15}{'nats/token':>27}")
+    for i, (row, bar) in enumerate(zip(requested.rows, bars, strict=True)):
+        cells = "".join(f"{c.rows[i].ppl:>10.2f}{c.rows[i].bits_per_byte:>7.3f}" for c in shown.values())
+        interval = f"{math.exp(row.low):.1f} .. {math.exp(row.high):.1f}"
+        mean, low, high = gain(row, bar)
+        gained = f"{mean:>+9.3f} [{low:+.3f}, {high:+.3f}]{'' if bar.label == 'window' else ' t'}"
+        print(f"{row.n:>7}{row.n / L:>6.3g}{cells}{row.factor:>8.3g}{interval:>15}{gained}")
+    if any(bar.label != "window" for bar in bars):
+        print(f"t: the better control is truncation: only the last {bars[-1].window or bars[-1].n} tokens are given")
+    if len({len(row.windows) for row in none.rows}) > 1:
+        print("rows with fewer windows score a part of the targets; gains compare the windows that both rows have")
+    if requested.rows[-1].n > extended and requested.label != "window":
+        print("\n" + verdict(requested.rows[-1], bars[-1]))
+    inside = [i for i, row in enumerate(requested.rows) if row.n <= L]
+    if inside and requested.label not in ("none", "window"):
+        print(tax(requested.rows[inside[-1]], none.rows[inside[-1]]))
+
+
+def verdict(row: Row, bar: Row) -> str:
+    """A sentence: the gain of a method at one length, and whether its interval excludes 0."""
+    mean, low, high = gain(row, bar)
+    comparison = "better than" if low > 0 else "worse than" if high < 0 else "no different from"
+    control = f"seeing only {bar.window} tokens at a time" if bar.window else f"being given only {bar.n} tokens"
+    return (
+        f"gain over the better control at n={row.n} ({row.n / row.train_ctx:g}x): {mean:+.3f} nats/token "
+        f"[{low:+.3f}, {high:+.3f}]: {comparison} {control}"
+    )
+
+
+def tax(row: Row, none: Row) -> str:
+    """A line: the increase of the loss at a length within the trained context. row: the method; none: no scaling."""
+    mean, low, high = difference(row, none)
+    price = f"{mean:+.3f} nats/token [{low:+.3f}, {high:+.3f}]" if mean else "0, nothing is changed there"
+    return f"tax inside the trained context (n={row.n}, factor {row.factor:g}): {price}"
