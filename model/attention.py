@@ -61,13 +61,14 @@ class Attention(nn.Module):
         prepared: Any,
         change: ContextChange,
         cache: "Cache | None" = None,
+        last: int | None = None,
     ) -> Tensor:
-        """x [B, S, C] -> [B, S, C].
+        """x [B, S, C] -> [B, S, C], or only the output of the last `last` tokens.
 
         positions: int64 [T] or [B, T], of all tokens including those in the cache. prepared: the result of pos.prepare.
         cache: the projections of earlier tokens, to which those of x are added; None if x contains all tokens (S = T).
         """
-        S = x.shape[1]
+        S = last or x.shape[1]
         qkv = self.qkv(x).unflatten(-1, (-1, self.D))  # [B, S, H + 2 G, D]
         if cache is not None:
             qkv = cache.extend(self, qkv)  # [B, T, H + 2 G, D]

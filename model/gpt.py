@@ -62,9 +62,13 @@ class Block(nn.Module):
         self.attention, self.mlp = Attention(cfg, linear), MLP(cfg)
 
     def forward(self, x: Tensor, *where: Any) -> Tensor:
-        """x [B, T, C] -> [B, T, C]. *where: (pos, positions, prepared, change, cache), passed to Attention.forward."""
+        """x [B, T, C] -> [B, T, C], or the output of the last tokens only.
+
+        *where: (pos, positions, prepared, change, cache, last), passed to Attention.forward.
+        """
         normed1 = self.norm1(x)
         attended = self.attention(normed1, *where)
+        x, normed1 = x[:, -attended.shape[1] :], normed1[:, -attended.shape[1] :]
         if self.residual != "serial":
             return x + attended + self.mlp(normed1 if self.residual == "parallel_shared" else self.norm2(x))
         x = x + attended
@@ -107,11 +111,13 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         change: ContextChange = NO_CHANGE,
         cache: "Cache | None" = None,
+        last: int | None = None,
     ) -> Tensor:
         """The output of the last block, [B, T, C], for tokens int64 [B, T] at integer positions [T] or [B, T].
 
         positions None: 0 .. T - 1. With a cache, `tokens` continue the cached ones, positions start at the first cached
-        one, and the output is that of the new tokens only.
+        one, and the output is that of the new tokens only. last: the output of so many last tokens is enough, so the
+        last block computes no other.
         """
         past = 0 if cache is None else cache.tokens
         if positions is None:
@@ -120,8 +126,8 @@ class GPT(nn.Module):
             change = replace(change, attention_factor=1.0)
         x = self.pos.embed(self.tokens(tokens), positions[..., past:])
         prepared = self.pos.prepare(positions, change)
-        for block in self.blocks:
-            x = block(x, self.pos, positions, prepared, change, cache)
+        for i, block in enumerate(self.blocks, 1):
+            x = block(x, self.pos, positions, prepared, change, cache, last if i == len(self.blocks) else None)
         if cache is not None:
             cache.tokens += tokens.shape[1]
         return x
@@ -134,7 +140,7 @@ class GPT(nn.Module):
         self, tokens: Tensor, last: int, change: ContextChange = NO_CHANGE, cache: "Cache | None" = None
     ) -> Tensor:
         """Logits at the last `last` positions only, [B, last, V]."""
-        return self.head(self.norm(self.hidden(tokens, change=change, cache=cache)[:, -last:]))
+        return self.head(self.norm(self.hidden(tokens, change=change, cache=cache, last=last)))
 
     def losses(
         self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None, change: ContextChange = NO_CHANGE
@@ -146,7 +152,7 @@ class GPT(nn.Module):
         would take 1.6 GB.
         """
         S = targets.shape[1]
-        x = self.hidden(tokens, positions, change)[:, -S:].flatten(0, 1)
+        x = self.hidden(tokens, positions, change, last=S if tokens.shape[1] > S else None).flatten(0, 1)
         rows = max(1, LOSS_BLOCK // self.head.out_features)
         blocks = zip(x.split(rows), targets.flatten().split(rows), strict=True)
         # In training, recompute the logits in the backward pass instead of keeping them
