@@ -8,7 +8,6 @@ takes seconds a job, to try the command.
 
 import argparse
 import json
-import math
 import signal
 import subprocess
 import sys
@@ -119,7 +118,7 @@ class Job:
     train: tuple[str, ...]  # overrides of train.py
     steps: int
     lengths: tuple[int, ...]  # evaluated
-    every_scaling: bool = False  # evaluated with every scaling method that applies, not only with none and window
+    scalings: str = "controls"  # evaluated with: all methods that apply, those of MAIN_METHODS, or the controls only
     columns: dict[str, Any] = field(default_factory=dict)  # additional columns of its rows
 
 
@@ -140,10 +139,10 @@ def encoding_jobs(size: Size, seed: int, first: bool) -> list[Job]:
         # An encoding with a table of positions needs rows for the longest length that is evaluated
         table = (f"pos.max_positions={max(size.lengths)}",) if "max_positions" in yaml_values("pos", pos) else ()
         train = (f"pos={pos}", *table, *size.train, f"seed={seed}")
-        # Every scaling method is evaluated on rope with all seeds. On the other encodings the results are similar, so
-        # there the first seed is enough
-        every_scaling = pos == "rope" or first
-        jobs.append(Job("encodings", f"{pos}-s{seed}", seed, train, size.steps, size.lengths, every_scaling))
+        # All methods are evaluated on rope, with all seeds. On the other encodings the results are similar, so there
+        # the main methods with the first seed are enough
+        scalings = "all" if pos == "rope" else "main" if first else "controls"
+        jobs.append(Job("encodings", f"{pos}-s{seed}", seed, train, size.steps, size.lengths, scalings))
     return jobs
 
 
@@ -154,7 +153,7 @@ def finetune_jobs(size: Size, seed: int) -> list[Job]:
     `percent` (of the pre-training's steps) identify them in the rows.
     """
     target = 4 * size.L
-    lengths = tuple(n for n in size.lengths if size.L <= n <= 2 * target)
+    lengths = tuple(size.L * k for k in (1, 2, 4, 5, 8))  # 4 L is the target, and 5 and 8 L are past it
     exp = tuple(x for x in size.train if x.startswith("exp="))  # the other settings come from the run it starts from
     optim = ("optim=finetune", "optim.lr=5e-4", "optim.warmup=5")
     jobs = []
@@ -186,9 +185,10 @@ def base_jobs(size: Size, seed: int) -> list[Job]:
 def minutes(job: Job, size: Size) -> float:
     """A rough forecast of a job's duration in minutes: its tokens divided by the rates, plus the time to start."""
     # About 20 methods apply to an encoding that rotates, and few to the others
-    curves = 20 if job.every_scaling and "rope" in job.name else 2
-    eval_tokens = curves * size.documents * size.windows * sum(n for n in job.lengths if n <= NEAR)
-    eval_tokens += min(curves, 2 + len(MAIN_METHODS)) * size.documents * size.far_windows * sum(job.lengths)
+    curves = {"all": 20, "main": 2 + len(MAIN_METHODS), "controls": 2}[job.scalings]
+    far = min(curves, 2 + len(MAIN_METHODS)) * size.far_windows * sum(n for n in job.lengths if n > NEAR)
+    near = curves * size.windows * sum(n for n in job.lengths if n <= NEAR)
+    eval_tokens = size.documents * (near + far)
     seconds = job.steps * size.batch_tokens / size.train_rate + eval_tokens / size.eval_rate + size.start_seconds
     return seconds / 60
 
@@ -205,12 +205,15 @@ def run_job(job: Job, size: Size, runs: str, deadline: float) -> Rows:
     run_script(["train.py", *job.train, f"name={job.name}", f"runs={runs}"], deadline)
     run = Run.open(job.name, runs=runs, cache=CACHE)
 
-    methods = applicable_scalings(run, max(job.lengths)) if job.every_scaling else []
+    methods = applicable_scalings(run, max(job.lengths)) if job.scalings != "controls" else []
     evaluate = ["eval.py", "-m", f"run={job.name}", f"runs={runs}", *target_settings(size)]
-    near, every = (f"ctx=[{','.join(str(n) for n in job.lengths if n <= longest)}]" for longest in (NEAR, math.inf))
+    # Lengths between L and 2 L are for the main methods only
+    doubling = [n for n in job.lengths if n <= NEAR and (n % size.L == 0 or n < size.L)]
+    near, every = (f"ctx=[{','.join(map(str, lengths))}]" for lengths in (doubling, job.lengths))
     main_methods = [name for name in MAIN_METHODS if name in methods]
     run_script([*evaluate, every, f"scaling={','.join(['none', *main_methods])}"], deadline)
-    if others := [name for name in methods if name not in main_methods]:
+    others = [name for name in methods if name not in main_methods]
+    if others and job.scalings == "all":
         run_script([*evaluate, near, f"scaling={','.join(others)}"], deadline)
     if job.name.startswith("rope-s"):
         # One factor at all lengths, as in a deployed model, to measure the increase of the loss within L; and methods
