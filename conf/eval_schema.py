@@ -36,7 +36,7 @@ class TrainedRunConfig:
 
 @dataclass
 class EvalConfig(TrainedRunConfig):
-    """The settings of eval.py and studies/probe.py; their meaning is documented in conf/eval.yaml."""
+    """The settings of eval.py; their meaning is documented in conf/eval.yaml."""
 
     task: dict[str, Any] = field(default_factory=dict)
     by_position: bool = False

@@ -20,11 +20,11 @@ def phase(inv_freq: Tensor) -> Tensor:
     """
     if inv_freq.dtype != torch.float64:
         raise ValueError(f"inv_freq has dtype {inv_freq.dtype}: must be float64, or the phase is not exact")
-    turns = inv_freq / (2 * math.pi)
-    turns = turns - turns.round()  # in [-1/2, 1/2]: a full rotation changes nothing
+    rotations = inv_freq / (2 * math.pi)
+    rotations = rotations - rotations.round()  # in [-1/2, 1/2]: a full rotation changes nothing
     # Converted in two halves of 32 bits: a float64 cannot represent 2^63 - 1, so the cast of +1/2 would overflow.
-    high = (turns * 2**32).floor()
-    low = ((turns * 2**32 - high) * 2**32).round()
+    high = (rotations * 2**32).floor()
+    low = ((rotations * 2**32 - high) * 2**32).round()
     return (high.to(torch.int64) << 32) + low.to(torch.int64)
 
 
@@ -38,8 +38,8 @@ def cos_sin(phase: Tensor, positions: Tensor, start: Tensor | int = 0) -> tuple[
             f"positions have dtype {positions.dtype}: must be int32 or int64 (bfloat16 skips integers past 256)"
         )
     # The product overflows modulo 2^64, that is modulo full rotations. Shifted by 32 bits it counts 2^-32 rotations.
-    turns = (positions.to(torch.int64).unsqueeze(-1) * phase + start) >> 32
-    angle = turns.to(torch.float32) * (2 * math.pi / 2**32)
+    rotations = (positions.to(torch.int64).unsqueeze(-1) * phase + start) >> 32
+    angle = rotations.to(torch.float32) * (2 * math.pi / 2**32)
     return angle.cos(), angle.sin()
 
 

@@ -39,7 +39,7 @@ class Notes:
         letters = self.rng.choices(self.letters, k=self.answer)
         return " ".join(["#", *key, *letters])
 
-    def say(self) -> str:
+    def next_note(self) -> str:
         """The note to write next: with probability 0.2 (always while there are fewer than `size`) a new one is added,
         in place of a random one; then one of the current notes is drawn."""
         if len(self.alive) < self.size or self.rng.random() < 0.2:
@@ -52,7 +52,7 @@ class Notes:
 
 def interleave(lines: list[str], rng: random.Random, notes: Notes) -> str:
     """The lines as one text, in which a note follows each line with probability 1/2."""
-    return "".join(f"{x}\n{notes.say()}\n" if rng.random() < 0.5 else f"{x}\n" for x in lines)
+    return "".join(f"{x}\n{notes.next_note()}\n" if rng.random() < 0.5 else f"{x}\n" for x in lines)
 
 
 def annotate(lines: list[str], rng: random.Random, key: int, answer: int) -> str:
