@@ -7,8 +7,6 @@ import torch
 from conf.eval_schema import EvalConfig
 from engine.run import Run
 
-HF_PREFIX = "hf:"
-
 
 def open_run(cfg: EvalConfig, device: torch.device) -> Run:
     """The run that cfg.run names, or for None the newest run that can be evaluated with these settings.
@@ -17,8 +15,8 @@ def open_run(cfg: EvalConfig, device: torch.device) -> Run:
     requested scaling cannot be used at the longest length.
     """
     common: dict[str, Any] = {"ctx": cfg.longest_ctx, "scalings": cfg.scalings, "runs": cfg.runs, "device": device}
-    if cfg.run is not None and cfg.run.startswith(HF_PREFIX):
+    if cfg.run is not None and cfg.run.startswith("hf:"):
         from hf.read import open_hf
 
-        return open_hf(cfg.run.removeprefix(HF_PREFIX), train_ctx=cfg.train_ctx, data=cfg.data, **common)
+        return open_hf(cfg.run.removeprefix("hf:"), train_ctx=cfg.train_ctx, data=cfg.data, **common)
     return Run.open(cfg.run, cache=cfg.cache, exp=cfg.trained_with, **common)

@@ -98,7 +98,7 @@ def train(cfg: TrainConfig) -> None:
     # the same choice as an uninterrupted one, because compiled code rounds differently.
     compiles = should_compile(cfg.compile, device, 6 * n_params * cfg.batch_tokens * cfg.steps)
 
-    print_start(cfg, folder, model, corpus.vocab_size, device, start)
+    print_start(cfg, folder, model, device, start)
     if cfg.init:
         print(finetune.describe(cfg, change.factor))
     config = {**asdict(cfg), "n_parameters": n_params, "device": device.type}
@@ -116,10 +116,9 @@ def train(cfg: TrainConfig) -> None:
         throughput.restart(start)
         for step in range(start, cfg.steps):
             # ---- one optimizer step of batch_tokens ----
-            if compiles and step >= COMPILE_AT:
+            if compiles and step == max(start, COMPILE_AT):
                 bar.set_postfix_str("compiling, about half a minute the first time")
                 compile_blocks(model)
-                compiles = False
             lr = learning_rate(step, cfg.steps, cfg.optim)
             batches = training_batches(cfg, corpus, step, local, device)
             loss, norm = optimizer_step(cfg, model, losses, optimizer, batches, lr, change)
@@ -159,7 +158,11 @@ def train(cfg: TrainConfig) -> None:
     if stopping and saved < cfg.steps:
         print(f"stopped: {folder} is saved at step {saved} of {cfg.steps}; run the same command again to resume")
         sys.exit(stop.exit_code)
-    print_end(cfg, folder, result, seconds + time.monotonic() - began)
+
+    # ---- the end; the time is that of earlier parts of a resumed run as well ----
+    tokens, seconds = cfg.steps * cfg.batch_tokens, seconds + time.monotonic() - began
+    print(f"trained {folder}: {tokens:,} tokens in {seconds / 60:.1f} min ({tokens / seconds:,.0f} tokens/s)")
+    print(f"in window (ctx {cfg.ctx}), held out: {describe_validation(result)}")
     if cfg.init:
         print(f"fine-tuning took {finetune.describe_cost(cfg)}")
     longest = min(8192, model.pos.max_positions or 8192)
@@ -242,9 +245,7 @@ def log_point(log: Any, step: int, values: dict[str, float]) -> None:
     log.log({"train/step": step, **{f"train/{name}": value for name, value in values.items()}})
 
 
-def print_start(
-    cfg: TrainConfig, folder: Path, model: gpt.GPT, vocab_size: int, device: torch.device, start: int
-) -> None:
+def print_start(cfg: TrainConfig, folder: Path, model: gpt.GPT, device: torch.device, start: int) -> None:
     """Print the model, its settings and the spectrum of its encoding.
 
     start: the step at which the run resumes, or 0.
@@ -253,18 +254,12 @@ def print_start(
     resumed = f", resumed at step {start}" if start else ""
     print(
         f"{folder}: {model.n_parameters() / 1e6:.2f}M parameters, pos={describe('pos', cfg.pos)}, ctx {cfg.ctx}, "
-        f"vocabulary {vocab_size}, {cfg.steps} steps of {cfg.batch_tokens} tokens on {device.type}{processes}{resumed}"
+        f"vocabulary {model.head.out_features}, {cfg.steps} steps of {cfg.batch_tokens} tokens "
+        f"on {device.type}{processes}{resumed}"
     )
     context = gpt.trained_context(cfg, model.pos)
     for line in filter(None, [spectrum.card(context), spectrum.warning(cfg.scaling, context)]):
         print(line)
-
-
-def print_end(cfg: TrainConfig, folder: Path, result: dict[str, float], seconds: float) -> None:
-    """Print tokens, time and the last validation. seconds: training time, of earlier parts of a resumed run as well."""
-    total = cfg.steps * cfg.batch_tokens
-    print(f"trained {folder}: {total:,} tokens in {seconds / 60:.1f} min ({total / seconds:,.0f} tokens/s)")
-    print(f"in window (ctx {cfg.ctx}), held out: {describe_validation(result)}")
 
 
 if __name__ == "__main__":

@@ -6,22 +6,19 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 
 class UserError(ValueError):
     """A mistake of the user: a setting, a file or the environment.
 
-    The message names it, its value and what is right.
+    The message names it, its value and what is right. Under torchrun every process raises it, so one of them is enough
+    to print it.
     """
-
-    on_all_ranks = True  # under torchrun every process raises it, so one of them is enough to print it
 
 
 class OneRankError(UserError):
     """A user error that can occur in a single process of a torchrun job, such as a full disk or missing permissions."""
-
-    on_all_ranks = False
 
 
 def check(ok: bool, setting: str, value: Any, right: str) -> None:
@@ -44,24 +41,14 @@ def file_errors(path: Any) -> Generator[None]:
 
 def rank() -> int:
     """The number of this process in a torchrun job, 0 .. WORLD_SIZE - 1; 0 without torchrun."""
-    return int(os.environ.get("RANK", 0))
-
-
-def exit_with(line: str, on_all_ranks: bool = True) -> NoReturn:
-    """Print `error: LINE` to stderr and exit with code 1.
-
-    on_all_ranks: every process of the torchrun job calls this with the same line. Then rank 0 prints it, and the others
-    wait until torchrun ends them.
-    """
-    if rank() > 0 and on_all_ranks:
-        time.sleep(2)  # give torchrun time to kill this rank, so that the message is printed once
-    sys.exit(f"error: {line}" if rank() == 0 else f"error: rank {rank()}: {line}")
+    return int(os.environ.get("RANK", 0)) if "WORLD_SIZE" in os.environ else 0
 
 
 def user_errors_in_one_line(function: Callable) -> Callable:
     """Decorate the main function of a command: a UserError is printed as one line, and the exit code is 1.
 
     With HYDRA_FULL_ERROR=1 in the environment it keeps its traceback. Ctrl-C exits with code 130, without a traceback.
+    If every process of a torchrun job has the error, rank 0 prints it, and the others wait until torchrun ends them.
     """
 
     @functools.wraps(function)
@@ -71,7 +58,9 @@ def user_errors_in_one_line(function: Callable) -> Callable:
         except UserError as e:
             if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 raise
-            exit_with(str(e), e.on_all_ranks)
+            if rank() > 0 and not isinstance(e, OneRankError):
+                time.sleep(2)  # give torchrun time to kill this rank, so that the message is printed once
+            sys.exit(f"error: {e}" if rank() == 0 else f"error: rank {rank()}: {e}")
         except KeyboardInterrupt:
             sys.exit(130)
 

@@ -7,31 +7,15 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
 
 from conf.errors import check
-from conf.registry import yaml_values
-from conf.schema import KERNEL, PRECISION, at_least, check_rules, name_list, to_object
+from conf.schema import CommonConfig, at_least, check_rules, name_list, to_object
 
 
 @dataclass
-class TrainedRunConfig:
-    """The settings that all commands that open a trained run have in common.
+class TrainedRunConfig(CommonConfig):
+    """The settings that all commands that open a trained run have in common; documented in conf/eval.yaml."""
 
-    Their meaning is documented in conf/eval.yaml. A field whose range is checked has a rule in its annotation.
-    """
-
-    scaling: dict[str, Any] = field(default_factory=dict)
-    plus: Any = None  # one name or a list of names on the command line; a list after `name_list`
     run: str | None = None  # NAME, hf:PATH (eval.py only), or None for the newest that fits
     trained_with: str | None = None  # with run=None: only runs that were trained with this exp=
-    dtype: Annotated[str, PRECISION] = "auto"
-    kernel: Annotated[str, KERNEL] = "auto"
-    device: str = "auto"
-    runs: str = "runs"
-    cache: str = ".cache"
-
-    @property
-    def scalings(self) -> list[dict]:
-        """The knobs of the requested scaling method and of those added to it."""
-        return [self.scaling, *(yaml_values("scaling", name) for name in self.plus)]
 
 
 @dataclass

@@ -4,9 +4,8 @@ The other keys of the yaml are knobs: the parameters of the function or class th
 type hints (`build_from_knobs`). So a new entry is one .py and one .yaml, and no list of names has to be edited.
 """
 
-import copy
 import functools
-import importlib
+import importlib.util
 import inspect
 import types
 import typing
@@ -29,16 +28,16 @@ def choices(group: str) -> list[str]:
     return sorted(p.stem for p in (ROOT / "conf" / group).glob("*.yaml"))
 
 
+def yaml_values(group: str, name: str) -> dict:
+    """The settings in conf/GROUP/NAME.yaml, with interpolations such as ${ctx} left as they are."""
+    file = OmegaConf.load(ROOT / "conf" / group / f"{name}.yaml")
+    return typing.cast(dict, OmegaConf.to_container(file))
+
+
 @functools.cache
 def _group(group: str) -> dict[str, dict]:
     """Name -> settings of every yaml of conf/GROUP. Cached for the process, so callers must not modify the result."""
-    files = {name: OmegaConf.load(ROOT / "conf" / group / f"{name}.yaml") for name in choices(group)}
-    return {name: typing.cast(dict, OmegaConf.to_container(file)) for name, file in files.items()}
-
-
-def yaml_values(group: str, name: str) -> dict:
-    """The settings in conf/GROUP/NAME.yaml, with interpolations such as ${ctx} left as they are."""
-    return copy.deepcopy(_group(group)[name])
+    return {name: yaml_values(group, name) for name in choices(group)}
 
 
 def yaml_name(group: str, knobs: dict[str, Any]) -> str:
@@ -72,15 +71,11 @@ def load_kind(package: str, kind: Any, attribute: str, group: str | None = None)
     module does not exist or has no such attribute; an ImportError inside the module is a bug and is raised as it is.
     """
     group = group or package.rpartition(".")[2]
-    if isinstance(kind, str) and kind.isidentifier():
-        name = f"{package}.{kind}"
-        try:
-            module = importlib.import_module(name)
-            if hasattr(module, attribute):
-                return getattr(module, attribute)
-        except ModuleNotFoundError as e:
-            if e.name != name:
-                raise
+    name = f"{package}.{kind}"
+    if str(kind).isidentifier() and importlib.util.find_spec(name):
+        module = importlib.import_module(name)
+        if hasattr(module, attribute):
+            return getattr(module, attribute)
     raise UserError(f"{group}.kind={kind}: no {package.replace('.', '/')}/{kind}.py that defines `{attribute}`")
 
 

@@ -14,11 +14,11 @@ from typing import Annotated, Any
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from conf.errors import UserError, check
-from conf.hydra_patches import hydra_errors_are_user_errors, hydra_message
-from conf.registry import choices
+from conf.hydra_patches import hydra_message
+from conf.registry import choices, yaml_values
 
 # ---- rules ----
 
@@ -45,13 +45,11 @@ def one_of(*names: str) -> Rule:
 
 SHARE = Rule(lambda x: 0 <= x <= 1, "between 0 and 1")
 MOMENTUM = Rule(lambda x: 0 <= x < 1, "at least 0 and less than 1")
-PRECISION = one_of("auto", "float32", "bfloat16")
 DATA_RULES = {  # of the keys that every corpus has
     "tokenizer": one_of("bpe", "bytes", "gpt2"),
     "vocab_size": Rule(lambda x: isinstance(x, int) and 257 <= x <= 2**18, "a whole number from 257 to 262144"),
     "holdout": Rule(lambda x: isinstance(x, int) and x >= 1, "a whole number, at least 1"),
 }
-KERNEL = one_of("auto", "triton", "torch")
 
 
 def check_rules(settings: Any, prefix: str = "") -> None:
@@ -117,7 +115,25 @@ class OptimConfig:
 
 
 @dataclass
-class TrainConfig:
+class CommonConfig:
+    """The settings that training, evaluation and generation have in common, documented in conf/train.yaml."""
+
+    scaling: dict[str, Any] = field(default_factory=lambda: {"kind": "none"})
+    plus: Any = None  # names of scaling methods that are added to `scaling`; a list after `name_list`
+    dtype: Annotated[str, one_of("auto", "float32", "bfloat16")] = "auto"
+    kernel: Annotated[str, one_of("auto", "triton", "torch")] = "auto"
+    device: str = "auto"
+    runs: str = "runs"
+    cache: str = ".cache"
+
+    @property
+    def scalings(self) -> list[dict]:
+        """The knobs of the scaling method and of those added to it."""
+        return [self.scaling, *(yaml_values("scaling", name) for name in self.plus or [])]
+
+
+@dataclass
+class TrainConfig(CommonConfig):
     """All settings of a training; their meaning is documented in conf/train.yaml. They are saved with the run.
 
     pos, data and scaling are the contents of one yaml of their group: `kind` and the knobs of that kind, which are
@@ -128,8 +144,6 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     pos: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
-    scaling: dict[str, Any] = field(default_factory=lambda: {"kind": "none"})
-    plus: Any = None  # names of scaling methods that are added to `scaling`
     exp: str = ""
     attention: Annotated[str, one_of("softmax", "linear")] = "softmax"
     init: str | None = None  # a trained run whose weights this one starts from
@@ -143,20 +157,15 @@ class TrainConfig:
     micro_tokens: Annotated[int, at_least(1)] = MISSING
     steps: Annotated[int, at_least(1)] = MISSING
     seed: Annotated[int, at_least(0)] = 0
-    dtype: Annotated[str, PRECISION] = "auto"
     shard: bool = False
     val_every: Annotated[int, at_least(1)] = MISSING
     val_windows: Annotated[int, at_least(1)] = MISSING
-    # Run control: these may change when a run is resumed.
+    # Run control: these may change when a run is resumed, as kernel, device, runs and cache may.
     name: str | None = None
     fresh: bool = False
     save_every: Annotated[int, at_least(1)] = MISSING
     log_every: Annotated[int, at_least(1)] = MISSING
     compile: Annotated[str, one_of("auto", "true", "false")] = "auto"
-    kernel: Annotated[str, KERNEL] = "auto"
-    device: str = "auto"
-    runs: str = "runs"
-    cache: str = ".cache"
     project: str = "ropewalk"
 
 
@@ -208,10 +217,7 @@ def name_list(value: Any, setting: str, group: str) -> list[str]:
 
 def from_dict(plain: dict) -> TrainConfig:
     """A TrainConfig from the dictionary in a checkpoint or a config.json. UserError if it is something else."""
-    try:
-        return typing.cast(TrainConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), plain)))
-    except OmegaConfBaseException as e:
-        raise UserError(hydra_message(e)) from e
+    return to_object(OmegaConf.create(plain), TrainConfig)
 
 
 def differences(new: TrainConfig, old: TrainConfig) -> list[str]:
@@ -234,30 +240,26 @@ def to_object(cfg: DictConfig, kind: type[Any]) -> Any:
 
     UserError for a missing value, an unknown key, a value of a wrong type or an interpolation that cannot be resolved.
     """
-    with hydra_errors_are_user_errors():
-        if missing := OmegaConf.missing_keys(cfg):
+    try:
+        # As plain values: a DictConfig may have keys that its schema lacks, added with +KEY=VALUE
+        merged = OmegaConf.merge(OmegaConf.structured(kind), OmegaConf.to_container(cfg))
+        if missing := OmegaConf.missing_keys(merged):
             raise UserError(f"{', '.join(sorted(missing))}: must be given a value")
-        # OmegaConf accepts keys that were added with +KEY=VALUE, although the schema does not have them
-        nested = [(f"{f.name}.", cfg[f.name], f.type) for f in fields(kind) if is_dataclass(f.type)]
-        for prefix, node, schema in [("", cfg, kind), *nested]:
-            known = [f.name for f in fields(schema)]
-            if unknown := [k for k in node if k not in known]:
-                key, there_are = f"{prefix}{unknown[0]}={node[unknown[0]]}", ", ".join(known)
-                raise UserError(f"{key}: no such setting; there are {there_are}")
-        settings = OmegaConf.to_object(cfg)
-    if not isinstance(settings, kind):
-        raise UserError(f"the settings are not those of {kind.__name__}: keep its schema first in the defaults list")
-    return settings
+        return OmegaConf.to_object(merged)
+    except ConfigKeyError as e:
+        there_are = ", ".join(f.name for f in fields(typing.cast(Any, e.object_type)))
+        value = OmegaConf.select(cfg, str(e.full_key))
+        raise UserError(f"{e.full_key}={value}: no such setting; there are {there_are}") from None
+    except OmegaConfBaseException as e:
+        raise UserError(hydra_message(e)) from e
 
 
 def _default_name(c: TrainConfig) -> str:
     """The run's name from the command line: `rope`, `alibi-seed1`, `rope-tiny-lr0.001`.
 
     First the encoding (or the parent run), then the chosen groups and the other settings, each sorted by key, so that
-    the order of the arguments does not matter. "run" if the settings were not composed by Hydra.
+    the order of the arguments does not matter.
     """
-    if not HydraConfig.initialized():
-        return "run"
     hydra = HydraConfig.get()
     groups, settings = [], []
     for override in sorted(hydra.overrides.task):

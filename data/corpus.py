@@ -71,16 +71,12 @@ def prepare(cfg: dict, cache: str) -> Corpus:
     The checksums of cached files are compared on every call, and a damaged folder is built again. Safe if several
     processes call it at the same time. UserError if the text cannot be read or the cache cannot be written.
     """
-    kind = cfg["kind"]
-    shaping = {
-        "format": FORMAT,
-        "corpus": _call_corpus(cfg, "fingerprint"),
-        "tokenizer": cfg["tokenizer"],
-        "vocab_size": cfg["vocab_size"] if cfg["tokenizer"] == "bpe" else None,
-        "holdout": cfg["holdout"],
-    }
+    shaping = {name: cfg[name] for name in TOKENIZER_SETTINGS}
+    shaping |= {"format": FORMAT, "corpus": _call_corpus(cfg, "fingerprint")}
+    if cfg["tokenizer"] != "bpe":  # the other vocabularies have a fixed size
+        shaping["vocab_size"] = None
     key = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
-    folder = Path(cache) / f"{kind}-{cfg['tokenizer']}-{key}"
+    folder = Path(cache) / f"{cfg['kind']}-{cfg['tokenizer']}-{key}"
     if folder.exists():
         try:
             return _open(folder, key, cfg["tokenizer"])
@@ -89,18 +85,14 @@ def prepare(cfg: dict, cache: str) -> Corpus:
             shutil.rmtree(folder, ignore_errors=True)
     documents = _call_corpus(cfg, "documents")
     # Built in a temporary folder and renamed, so that a killed process or a full disk leaves no incomplete folder.
-    temporary = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-        _build(temporary, cfg, documents)
-        temporary.rename(folder)
+        with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary:
+            _build(Path(temporary, "corpus"), cfg, documents)
+            Path(temporary, "corpus").rename(folder)
     except OSError as e:
         if not folder.exists():  # else another process was first with the same files
             raise UserError(f"cache={cache}: cannot write {folder}: {e.strerror or e}") from None
-    finally:
-        if temporary:
-            shutil.rmtree(temporary, ignore_errors=True)
     return _open(folder, key, cfg["tokenizer"])
 
 
@@ -133,25 +125,25 @@ def _call_corpus(cfg: dict, function: str) -> Any:
 
 
 def _build(folder: Path, cfg: dict, documents: list[tuple[str, str]]) -> None:
-    """Split and tokenise the documents and write the files of the corpus to an existing folder."""
+    """Split and tokenise the documents and write the files of the corpus to a new folder."""
     train, held_out = split(documents, cfg["holdout"])
     if not train or not held_out:
         n = len(documents)
         raise UserError(f"data: {n} documents with text: at least 2 are needed, as whole ones are held out")
     encoding = tokenizer.build(cfg["tokenizer"], cfg["vocab_size"], (text for _, text in train))
-    dtype = np.uint16 if encoding.n_vocab <= 2**16 else np.uint32
-    n_tokens, end = 0, np.array([encoding.eot_token], dtype=dtype)
+    dtype = np.dtype(np.uint16 if encoding.n_vocab <= 2**16 else np.uint32)
+    folder.mkdir()
     with (folder / "train.bin").open("wb") as f:
         for start in range(0, len(train), DOCUMENTS_AT_ONCE):
             texts = [text for _, text in train[start : start + DOCUMENTS_AT_ONCE]]
             for tokens in encoding.encode_ordinary_batch(texts):
-                f.write(np.array(tokens, dtype=dtype).tobytes() + end.tobytes())
-                n_tokens += len(tokens) + 1
+                f.write(np.array([*tokens, encoding.eot_token], dtype=dtype).tobytes())
+        n_tokens = f.tell() // dtype.itemsize
     held_out_tokens = [np.array(t, dtype=dtype) for t in encoding.encode_ordinary_batch([text for _, text in held_out])]
     np.concatenate(held_out_tokens).tofile(folder / "val.bin")
     tokenizer.save(encoding, folder)
     meta = {
-        "dtype": np.dtype(dtype).name,
+        "dtype": dtype.name,
         "held_out": [[name, len(tokens)] for (name, _), tokens in zip(held_out, held_out_tokens, strict=True)],
         "sha256": {name: _sha256(folder / name) for name in FILES},
     }

@@ -59,16 +59,13 @@ def save(run: Path, state: dict[str, Any]) -> None:
     shutil.rmtree(run / "shards", ignore_errors=True)  # ckpt.pt replaces them: engine/shards.py
 
 
-def load(run: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+def load(run: Path, device: torch.device | str = "cpu", file: str = "ckpt.pt") -> dict[str, Any]:
     """The state that `save` wrote, with its tensors on `device`, and under the key cfg its TrainConfig.
 
-    UserError if the file is missing, damaged or from another version.
+    torch unpickles only tensors and plain values (weights_only=True). UserError if the file is missing, damaged or from
+    another version.
     """
-    return read(run / "ckpt.pt", device)
-
-
-def read(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Like `load`, for any file of this format. torch unpickles only tensors and plain values (weights_only=True)."""
+    path = run / file
     try:
         state = torch.load(path, map_location=device, weights_only=True)
         if not isinstance(state, dict) or state.get("format") != FORMAT:

@@ -33,6 +33,5 @@ def should_compile(setting: str, device: torch.device, flops: float) -> bool:
     """
     if setting != "auto":
         return setting == "true"
-    if device.type == "cuda":
-        return True
-    return flops > COMPILE_GAINS_FROM and any(map(shutil.which, ("g++", "clang++")))
+    pays = flops > COMPILE_GAINS_FROM and any(map(shutil.which, ("g++", "clang++")))
+    return pays or device.type == "cuda"

@@ -32,6 +32,15 @@ ANOTHER_RANK_DIED = (
 )
 
 
+def own_gpu() -> str:
+    """The name of this process's GPU, the one with the number of its LOCAL_RANK. UserError if there are too few."""
+    local, n = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local >= n:
+        raise UserError(f"device=cuda: process {local} finds {n} GPUs on its machine: --nproc_per_node={n} at most")
+    torch.cuda.set_device(local)
+    return f"cuda:{local}"
+
+
 class Losses(nn.Module):
     """model.losses as a forward pass, which is where DDP has its hooks. The parameter names do not change."""
 

@@ -1,6 +1,5 @@
 """Where a model computes: the device, the precision, and the rotation's implementation."""
 
-import os
 from contextlib import AbstractContextManager
 
 import torch
@@ -33,11 +32,9 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and distributed.world() > 1:
-        local, n = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-        if local >= n:
-            raise UserError(f"device=cuda: process {local} finds {n} GPUs on its machine: --nproc_per_node={n} at most")
-        name = f"cuda:{local}"
-        torch.cuda.set_device(local)
+        from engine.ddp_fsdp import own_gpu
+
+        name = own_gpu()
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

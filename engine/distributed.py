@@ -12,17 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conf.errors import check
+from conf.errors import check, rank
 from model.gpt import GPT
 
 
 def world() -> int:
     """The number of processes of this job: torchrun sets WORLD_SIZE, RANK and LOCAL_RANK."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else 1
-
-
-def rank() -> int:
-    return int(os.environ["RANK"]) if world() > 1 else 0
 
 
 def local_rows(batch_tokens: int, ctx: int) -> slice:

@@ -10,7 +10,8 @@ from conf.errors import UserError
 from conf.registry import describe as describe_knobs
 from conf.schema import TrainConfig
 from engine import checkpoint
-from engine.run_folders import known_runs
+from engine.run import known_runs
+from model.scaling import TrainedContext
 
 
 def inherit(cfg: TrainConfig) -> dict[str, Any]:
@@ -45,6 +46,15 @@ def describe(cfg: TrainConfig, factor: float) -> str:
     return (
         f"from {cfg.runs}/{cfg.init}: pre-trained at ctx {parent['ctx']} on {parent['tokens']:,} tokens; "
         f"this run: ctx {cfg.ctx}, scaling={scaling} (factor {factor:g}), {describe_cost(cfg)}"
+    )
+
+
+def describe_extension(cfg: TrainConfig, context: TrainedContext) -> str:
+    """For the start of an evaluation: how the context of this fine-tuned run was extended."""
+    extended, scaling = context.longest_trained_ctx, describe_knobs("scaling", cfg.scaling)
+    return (
+        f"pre-trained at ctx {context.train_ctx} ({cfg.pretrained['run']}), extended to {extended} by "
+        f"scaling={scaling}: scaling=none keeps it, and the window control sees {extended} tokens"
     )
 
 

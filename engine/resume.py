@@ -19,13 +19,12 @@ def saved_state(cfg: TrainConfig, folder: Path, device: torch.device) -> dict[st
     """
     state = None
     with file_errors(folder):
-        saved, sharded = (folder / "ckpt.pt").exists(), (folder / "shards").exists()
-    if saved and not cfg.fresh:
-        state = checkpoint.load(folder, device)
-    elif sharded and not cfg.fresh:
-        from engine import shards
+        if (folder / "ckpt.pt").exists() and not cfg.fresh:
+            state = checkpoint.load(folder, device)
+        elif (folder / "shards").exists() and not cfg.fresh:
+            from engine import shards
 
-        state = shards.newest(folder)
+            state = shards.newest(folder)
     distributed.ranks().assert_same(f"the step that {folder} was saved at", state and state["step"])
     if state and (different := differences(cfg, state["cfg"])):
         raise UserError(f"{folder} has other settings: {', '.join(different)}: choose name=NEW or fresh=true")
@@ -51,13 +50,9 @@ def save(
     sharded: every rank writes its part, except in the final checkpoint, which is always the one portable ckpt.pt.
     UserError if it cannot be written; the previous checkpoint is then unchanged.
     """
-    if not sharded:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    else:
+    if sharded:
         from engine import shards
 
-        if not final:
-            shards.save(folder, values, model, optimizer)
-            return
-        state = shards.full_state(model, optimizer)
-    distributed.ranks().on_rank0(lambda: checkpoint.save(folder, state | values))
+        return shards.save(folder, values, model, optimizer, final)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **values}
+    distributed.ranks().on_rank0(lambda: checkpoint.save(folder, state))

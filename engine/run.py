@@ -3,6 +3,8 @@
 `Run.open` opens a folder runs/NAME that train.py wrote. Hugging Face folders become a Run in hf/read.py.
 """
 
+import contextlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +13,10 @@ import torch
 
 from conf.errors import UserError
 from conf.registry import describe, yaml_name
-from conf.schema import TrainConfig
+from conf.schema import TrainConfig, from_dict
 from data import corpus as corpora
 from data.corpus import HeldOut
 from engine import checkpoint, distributed
-from engine.run_folders import find_runs, known_runs
 from model import gpt
 from model.pos import Encoding
 from model.scaling import ContextChange, NotApplicable, TrainedContext, override, resolve
@@ -78,16 +79,14 @@ class Run:
 
     def describe(self) -> str:
         """One or two lines about this run, for the start of a command."""
-        progress = f", step {self.step}" if self.step else ""
-        if self.step and self.step != self.cfg.steps:
-            progress += f" of {self.cfg.steps}, unfinished"
+        unfinished = "" if self.step == self.cfg.steps else f" of {self.cfg.steps}, unfinished"
+        progress = f", step {self.step}{unfinished}" if self.step else ""
         lines = f"run: {self.name} ({self.reason}): pos={describe('pos', self.cfg.pos)}, "
         lines += f"trained at ctx {self.cfg.ctx}{progress}"
         if self.cfg.init:
-            L, extended, parent = self.context.train_ctx, self.context.longest_trained_ctx, self.cfg.pretrained["run"]
-            scaling = describe("scaling", self.cfg.scaling)
-            lines += f"\n  pre-trained at ctx {L} ({parent}), extended to {extended} by scaling={scaling}: "
-            lines += f"scaling=none keeps it, and the window control sees {extended} tokens"
+            from engine.finetune import describe_extension
+
+            lines += f"\n  {describe_extension(self.cfg, self.context)}"
         return lines
 
 
@@ -100,6 +99,25 @@ def check_fits(cfg: TrainConfig, encoding: Encoding, ctx: int, scalings: Sequenc
         resolve(scalings[0], gpt.trained_context(cfg, encoding), ctx, ctx, scalings[1:])
 
 
+def find_runs(runs: str) -> dict[str, TrainConfig]:
+    """Name -> settings of every run in the folder `runs` that has a checkpoint, newest first.
+
+    Only config.json is read, not the weights. Folders that are not runs are ignored.
+    """
+    newest_first = sorted(Path(runs).glob("*/ckpt.pt"), key=lambda p: p.stat().st_mtime, reverse=True)
+    found = {}
+    for path in newest_first:
+        with contextlib.suppress(OSError, ValueError):  # a folder that is not a run of ours
+            found[path.parent.name] = from_dict(json.loads((path.parent / "config.json").read_text()))
+    return found
+
+
+def known_runs(runs: str) -> str:
+    """For messages: the names of the trained runs, or the command that trains the first."""
+    names = ", ".join(find_runs(runs))
+    return f"there are {names}" if names else "first: python train.py pos=rope"
+
+
 def pick_run(
     name: str | None, runs: str, ctx: int, scalings: Sequence[dict], exp: str | None = None
 ) -> tuple[str, str]:
@@ -109,13 +127,12 @@ def pick_run(
     """
     found = find_runs(runs)
     if name is not None:
-        cfg = next((c for n, c in found if n == name), None)
-        if cfg is None:
+        if name not in found:
             raise UserError(f"run={name}: no trained run of that name in {runs}/: {known_runs(runs)}")
-        check_fits(cfg, gpt.build_encoding(cfg), ctx, scalings)
+        check_fits(found[name], gpt.build_encoding(found[name]), ctx, scalings)
         return name, "as named"
     skipped = []
-    for candidate, cfg in found:
+    for candidate, cfg in found.items():
         if exp is not None and cfg.exp != exp:
             continue
         try:

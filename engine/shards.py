@@ -24,18 +24,22 @@ def newest(run: Path) -> dict[str, Any] | None:
     if not steps:
         return None
     folder = run / "shards" / str(max(steps))
-    return {**checkpoint.read(folder / "plain.pt"), "folder": folder}
+    return {**checkpoint.load(folder, file="plain.pt"), "folder": folder}
 
 
-def save(run: Path, plain: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def save(run: Path, plain: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, final: bool) -> None:
     """Every rank writes its shard of weights and optimizer state to runs/NAME/shards/STEP. All ranks call it together.
 
     plain: the other values of the checkpoint. They are written last, to plain.pt, so a folder that contains plain.pt is
-    complete. Then rank 0 deletes the older checkpoints.
+    complete. Then rank 0 deletes the older checkpoints. final: rank 0 writes the portable ckpt.pt instead.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
+    if final:
+        state = full_state(model, optimizer)
+        distributed.ranks().on_rank0(lambda: checkpoint.save(run, state | plain))
+        return
     folder = run / "shards" / str(plain["step"])
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)

@@ -44,6 +44,7 @@ def print_accuracy(curves: Sequence[Curve], threshold: float, chance: float = 0.
     )
     for c in curves:
         n, low, high = effective_context(c, threshold)
+        ns = [row.n for row in c.overall]
         print(f"{names[id(c)]:<{width}}{describe_context(n, ns):>10} [{describe_context(low, ns)}, "
               f"{describe_context(high, ns)}]")  # fmt: skip
 

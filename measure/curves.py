@@ -121,7 +121,7 @@ def read_curve(path: Path) -> Curve:
         if not rows:
             raise ValueError("empty")
         return Curve(rows, path.stat().st_mtime)
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise UserError(f"{path}: not a curve that eval.py wrote: delete it and evaluate again") from None
 
 

@@ -1,13 +1,15 @@
-"""How eval.py shows losses: the table and the figure, and sentences about the gain and the tax."""
+"""How eval.py shows losses: the table and the figure, and sentences about the gain and the tax.
+
+measure/accuracy.py has the same functions for tasks with an answer.
+"""
 
 import math
+from collections.abc import Sequence
+from pathlib import Path
 
 from measure.curves import Curve, Row, better_control
-from measure.plots import draw_curves
 from measure.statistics import difference, gain
 from measure.tasks import Task
-
-__all__ = ["draw_curves", "print_curves"]  # as measure/accuracy.py has them, for tasks with an answer
 
 
 def print_curves(task: Task, none: Curve, window: Curve, *others: Curve) -> None:
@@ -56,3 +58,10 @@ def tax(row: Row, none: Row) -> str:
     mean, low, high = difference(row, none)
     price = f"{mean:+.3f} nats/token [{low:+.3f}, {high:+.3f}]" if mean else "0, nothing is changed there"
     return f"tax inside the trained context (n={row.n}, factor {row.factor:g}): {price}"
+
+
+def draw_curves(curves: Sequence[Curve], path: Path, title: str, task: Task) -> None:
+    """The figure of one evaluation."""
+    from measure import plots
+
+    plots.draw_curves(curves, path, title)

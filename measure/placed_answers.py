@@ -14,6 +14,7 @@ import torch
 
 from conf.errors import UserError, check
 from data.corpus import HeldOut
+from data.held_out import long_documents
 from measure.tasks import Piece, Task
 
 NOTHING = re.compile("(?!)")  # matches no line
@@ -32,7 +33,8 @@ class PlacedAnswer(Task):
         check(0 < threshold <= 1, "task.threshold", threshold, "above 0 and at most 1")
         self.corpus, self.threshold = corpus, threshold
         self.names = [f"example {i}" for i in range(documents)]
-        texts = [corpus.decode(d.tokens.tolist()) for d in corpus.held_out]
+        self.documents = long_documents(corpus, ctx, len(corpus.held_out))  # shorter ones would have to be repeated
+        texts = [corpus.decode(d.tokens.tolist()) for d in self.documents]
         self.lines = [[x for x in text.splitlines() if not self.notes.fullmatch(x)] for text in texts]
         # Letters that are one token after a space: of a corpus that teaches the task all, of others some
         one = [c for c in string.ascii_letters if len(corpus.encode(f"# {c}")) == len(corpus.encode("#")) + 1]
@@ -40,7 +42,7 @@ class PlacedAnswer(Task):
         self._pieces = functools.cache(self._make_pieces)
 
     def identity(self) -> str:
-        return f"{super().identity()} {self.corpus.key} {[d.name for d in self.corpus.held_out]}"
+        return f"{super().identity()} {self.corpus.key} {[d.name for d in self.documents]}"
 
     def example(self, n: int, distance: int, rng: random.Random) -> list[int]:
         """n + 1 tokens that end in the answer, which occurs `distance` tokens before."""

@@ -14,7 +14,6 @@ from matplotlib.ticker import FuncFormatter
 from engine.checkpoint import write_atomically
 from measure.curves import Curve, Row, controls
 from measure.statistics import gain
-from measure.tasks import Task
 
 # Colours that colour-blind readers can tell apart (Okabe and Ito, jfly.uni-koeln.de/color)
 OKABE_ITO = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8C564B"]
@@ -79,13 +78,11 @@ def save(fig: Any, path: Path) -> None:
 # ---- loss against context length ----
 
 
-def draw_curves(
-    curves: Sequence[Curve], path: Path, title: str, task: Task | None = None, only: Sequence[str] | None = None
-) -> None:
+def draw_curves(curves: Sequence[Curve], path: Path, title: str, only: Sequence[str] | None = None) -> None:
     """Bits per byte and perplexity against context length, each line labelled at its end.
 
     Bands are 95 % intervals of each curve's difference from its run's better control. curves: on the same targets, with
-    the controls. only: the labels to draw; None: all. task: unused, as measure/accuracy.py needs it.
+    the controls. only: the labels to draw; None: all.
     """
     bars = controls(curves)
     curves = [c for c in curves if only is None or c.label in only]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from conf.errors import UserError
-from conf.registry import yaml_name, yaml_values
+from conf.registry import yaml_name
 from conf.schema import ModelConfig, TrainConfig
 from model import pos as encodings
 from model.attention import Attention
@@ -216,5 +216,4 @@ def trained_scaling(cfg: TrainConfig, context: TrainedContext, n: int | None = N
     n: the length in tokens at which it applies, for Hugging Face models, whose trained scaling can depend on the
     length. None: that of the training context, which our runs use at every length.
     """
-    plus = [yaml_values("scaling", name) for name in cfg.plus or []]
-    return resolve(cfg.scaling, context, n or cfg.ctx, n or cfg.ctx, plus)
+    return resolve(cfg.scaling, context, n or cfg.ctx, n or cfg.ctx, cfg.scalings[1:])

@@ -1,6 +1,7 @@
 """Fixtures and the environment of all tests. Helpers to import are in tests/helpers.py."""
 
 import fcntl
+import gc
 import os
 import sys
 from pathlib import Path
@@ -13,12 +14,18 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
 
 from conf.compose import train_settings
 from data import corpus as corpora
 
 if not torch.cuda.is_available():  # the kernel is then tested in Triton's interpreter; read when triton is imported
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A Hydra main function composes all settings twice, a tenth of a second each: the first time only for `hydra.mode`,
+# which no config of ours sets. With None it goes by the flag -m, as it then does anyway. The processes that tests start
+# run the real one.
+Hydra.get_mode = lambda self, config_name, overrides: None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -27,6 +34,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=[x for x in items if any(map(x.get_closest_marker, left_out))])
     items[:] = [x for x in items if not any(map(x.get_closest_marker, left_out))]
     items.sort(key=lambda item: not (item.get_closest_marker("process") or item.get_closest_marker("distributed")))
+
+
+def pytest_collection_finish() -> None:
+    """What the imports have made lives to the end: the garbage collector need not go through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

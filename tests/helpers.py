@@ -4,43 +4,79 @@ import copy
 import functools
 import importlib
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+import numpy as np
 import pytest
 import torch
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
 
 from conf import compose
-from conf.eval_schema import EvalConfig
+from conf.eval_schema import EvalConfig, eval_config
 from conf.registry import ROOT, choices, yaml_values
-from conf.schema import TrainConfig
-from model import gpt
+from conf.schema import TrainConfig, train_config
+from data.corpus import Document, HeldOut
+from engine.run import Run
+from measure.evaluation import Evaluation
+from model import gpt, spectrum
 from model.pos import Encoding
+from model.scaling import ContextChange, TrainedContext
 
 __all__ = ["ROOT", "choices", "eval_settings", "train_settings"]
 
 # ---- settings ----
 
-# Composing takes a tenth of a second, so the same overrides are composed one time
-_composed_train_settings = functools.cache(compose.train_settings)
-_composed_eval_settings = functools.cache(compose.eval_settings)
+
+@functools.cache
+def _composed(config: str, *overrides: str) -> tuple[DictConfig, DictConfig]:
+    """What compose(config, *overrides) gives, and the HydraConfig that it sets. Not to be changed: they are cached.
+
+    Composing takes a tenth of a second. So only what chooses groups (pos=rope) is composed, one time, and the other
+    settings (ctx=64) are applied to a copy by the function that Hydra applies them with; test_registry.py compares.
+    """
+    values = [o for o in overrides if re.match(r"[a-z]", o) and not (ROOT / "conf" / o.partition("=")[0]).exists()]
+    if not values:
+        return compose.compose(config, *overrides), HydraConfig.instance().cfg
+    composed, hydra = copy.deepcopy(_composed(config, *(o for o in overrides if o not in values)))
+    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), composed)
+    OmegaConf.set_readonly(hydra.hydra, False)
+    hydra.hydra.overrides.task = list(overrides)
+    OmegaConf.set_readonly(hydra.hydra, True)
+    return composed, hydra
+
+
+def composed(config: str, *overrides: str) -> DictConfig:
+    """conf.compose.compose, but fast; every call gets its own copy."""
+    cfg, HydraConfig.instance().cfg = _composed(config, *overrides)
+    return copy.deepcopy(cfg)
+
+
+@functools.cache
+def _checked(config: str, *overrides: str) -> TrainConfig | EvalConfig:
+    return {"train": train_config, "eval": eval_config}[config](composed(config, *overrides))
 
 
 def train_settings(*overrides: str) -> TrainConfig:
     """The settings of `python train.py OVERRIDES`; every call gets its own copy."""
-    return copy.deepcopy(_composed_train_settings(*overrides))
+    _, HydraConfig.instance().cfg = _composed("train", *overrides)  # fine-tuning asks Hydra what was chosen
+    return copy.deepcopy(_checked("train", *overrides))
 
 
 def eval_settings(*overrides: str) -> EvalConfig:
     """The settings of `python eval.py OVERRIDES`; every call gets its own copy."""
-    return copy.deepcopy(_composed_eval_settings(*overrides))
+    return copy.deepcopy(_checked("eval", *overrides))
 
 
 # ---- small models ----
@@ -82,6 +118,87 @@ def random_tokens(batch: int = 2, time: int = 24) -> torch.Tensor:
     return torch.randint(50, (batch, time), generator=torch.Generator().manual_seed(1))
 
 
+# ---- text, and stand-ins for trained runs ----
+
+
+def held_out(documents: Iterable[Sequence[int]]) -> HeldOut:
+    """Documents of these tokens, in this order. Token t is the character of this number."""
+    cut = [Document(f"document {i}", np.array(tokens)) for i, tokens in enumerate(documents)]
+    token_bytes = np.ones(max(int(d.tokens.max()) for d in cut) + 1, dtype=np.int64)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+    return HeldOut("characters", len(token_bytes), cut, token_bytes, lambda text: list(map(ord, text)), decode)
+
+
+class Words:
+    """A tokenizer: a word or a sign with the space before it is one token, but for these letters after a space."""
+
+    def __init__(self, two_tokens: str = ""):
+        self.two_tokens = two_tokens
+        self.numbers: dict[str, int] = {}
+
+    def encode(self, text: str) -> list[int]:
+        words = re.findall(r" ?\w+| ?[^\w\s]|\s", text)
+        cut = [(" ", w[1]) if len(w) == 2 and w[0] == " " and w[1] in self.two_tokens else (w,) for w in words]
+        return [self.numbers.setdefault(part, len(self.numbers)) for parts in cut for part in parts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        words = list(self.numbers)
+        return "".join(words[token] for token in tokens)
+
+
+def random_lines(seed: int, count: int) -> list[str]:
+    """Lines of nine words, drawn from the same 300 words of four letters."""
+    words = random.Random("words")
+    known = ["".join(words.choices("bcdfghjk", k=4)) for _ in range(300)]
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(known, k=9)) for _ in range(count)]
+
+
+def held_out_text(texts: Iterable[str], words: Words | None = None) -> HeldOut:
+    """Documents of these texts, in tokens of `words`, of which there are less than 1024."""
+    words = words or Words()
+    cut = [Document(f"text {i}", np.array(words.encode(text))) for i, text in enumerate(texts)]
+    return HeldOut("words", 1024, cut, np.full(1024, 4), words.encode, words.decode)
+
+
+@functools.cache
+def any_task_corpus() -> HeldOut:
+    """Four documents of 2000 words that every task can be built from."""
+    return held_out_text("".join(f"{line}\n" for line in random_lines(seed, 200)) for seed in range(4))
+
+
+class StubModel:
+    """Token t costs t / 100 nats, 1 more if it sees fewer than `needs` tokens, and `window_costs` more if the window
+    hides some.
+
+    seen: the length of the input of every call.
+    """
+
+    def __init__(self, needs: int = 0, window_costs: float = 0.0):
+        self.needs, self.window_costs = needs, window_costs
+        self.seen: list[int] = []
+
+    def losses(self, tokens: torch.Tensor, targets: torch.Tensor, change: ContextChange) -> torch.Tensor:
+        T, S = tokens.shape[1], targets.shape[1]
+        self.seen.append(T)
+        sees = torch.arange(T - S + 1, T + 1).clamp(max=change.window or T)
+        return (
+            targets / 100
+            + (sees < self.needs).float()
+            + (self.window_costs if change.window and change.window < T else 0)
+        )
+
+
+def stub_evaluation(model: object, corpus: HeldOut, folder: Path, *overrides: str, L: int = 64) -> Evaluation:
+    """The evaluation of runs/stub in `folder`: this object as the model of a run that was trained at L tokens."""
+    context = TrainedContext("rope", L, spectrum.frequencies(8, 10000.0))
+    run = Run("stub", "as named", folder / "runs" / "stub", train_settings("exp=smoke"), model, corpus, context, 0, "0")
+    return Evaluation(run, eval_settings(*overrides), torch.device("cpu"))
+
+
 # ---- what this machine may lack ----
 
 
@@ -107,8 +224,7 @@ def run_train(*overrides: str) -> None:
     """`python train.py exp=smoke OVERRIDES` in this process; a UserError is raised."""
     import train
 
-    # Not the settings composed before: fine-tuning asks Hydra what this command line chose
-    train.train(compose.train_settings("exp=smoke", *overrides))
+    train.train(train_settings("exp=smoke", *overrides))
 
 
 def run_eval(*overrides: str) -> None:

@@ -19,7 +19,7 @@ import sample
 import train
 from conf.errors import UserError
 from conf.hydra_patches import exp_selects_runs, run_main
-from tests.helpers import ROOT, command, error_of, one_line_error, run_train
+from tests.helpers import ROOT, command, error_of, one_line_error, run_eval, run_train
 
 SMOKE = ["exp=smoke", "name=x"]
 
@@ -36,6 +36,7 @@ def run_sample_command() -> None:
     run_main(sample.main)
 
 
+# One of each kind of mistake goes through the command, the others start at the function below it
 @pytest.mark.parametrize(
     "argv, right",
     [
@@ -45,13 +46,31 @@ def run_sample_command() -> None:
         (["stepz=3"], r"stepz"),
         (["pos.bass=3"], r"bass"),
         (["+foo=1"], r"foo"),
-        (["+pos.foo=1"], r"pos\.foo=1: no such setting of pos=rope, which has base, interleaved"),
-        (["ctx=-5"], r"ctx=-5: must be at least 1"),
+        (["a b="], r"a b="),
         (["ctx=abc"], r"ctx.*abc.*Integer|abc.*Integer"),
+        (["ctx=-5"], r"ctx=-5: must be at least 1"),
+        (["batch_tokens=100"], r"batch_tokens=100: must be a multiple of ctx=64"),
+        (["data=text", "data.files=none/*.txt"], r"data\.files=none/\*\.txt: matches no file"),
+        (["init=nobody"], r"init=nobody: no trained run of that name in runs/"),
+    ],
+)
+def test_train_says_what_is_wrong_and_writes_no_run(argv, right, here, monkeypatch):
+    assert re.search(right, error_of(run_train_command, [*SMOKE, *argv], monkeypatch))
+    assert_no_run(here)
+
+
+def assert_no_run(folder: Path) -> None:
+    assert not list(folder.glob("runs/*/ckpt.pt"))
+    assert not list(folder.glob("outputs")) and not list(folder.glob("multirun"))
+
+
+@pytest.mark.parametrize(
+    "argv, right",
+    [
+        (["+pos.foo=1"], r"pos\.foo=1: no such setting of pos=rope, which has base, interleaved"),
         (["ctx=0"], r"ctx=0: must be at least 1"),
         (["steps=0"], r"steps=0: must be at least 1"),
         (["seed=-1"], r"seed=-1: must be at least 0"),
-        (["batch_tokens=100"], r"batch_tokens=100: must be a multiple of ctx=64"),
         (["model.width=30", "model.n_heads=4"], r"model\.width=30: must be a multiple of model\.n_heads=4"),
         (["model.width=30", "model.n_heads=2"], r"head_dim=15 .*must be even"),
         (["model.n_kv_heads=3"], r"model\.n_kv_heads=3: must be a divisor of model\.n_heads=2"),
@@ -69,9 +88,7 @@ def run_sample_command() -> None:
         (["data.tokenizer=word"], r"data\.tokenizer=word: must be bpe, bytes or gpt2"),
         (["data.vocab_size=10"], r"data\.vocab_size=10: must be a whole number from 257"),
         (["data=text"], r"data=text needs data\.files"),
-        (["data=text", "data.files=none/*.txt"], r"data\.files=none/\*\.txt: matches no file"),
         (["ctx=10000000", "batch_tokens=10000000"], r"ctx=10000000: "),
-        (["a b="], r"a b="),
         (["kernel=cuda"], r"kernel=cuda: must be auto, triton or torch"),
         (["model.qk_norm=true", "attention=linear"], r"model\.qk_norm=True: attention=linear has no use for it"),
         (["attention=flash"], r"attention=flash: must be softmax or linear"),
@@ -81,34 +98,49 @@ def run_sample_command() -> None:
         (["pos=xpos", "pos.gamma=0"], r"pos\.gamma=0: must be above 0"),
         (["pos=t5_bias", "pos.buckets=1"], r"pos\.buckets=1: must be at least 2"),
         (["pos=t5_bias", "pos.max_distance=9"], r"pos\.max_distance=9: must be greater than half of pos\.buckets=32"),
-        (["init=nobody"], r"init=nobody: no trained run of that name in runs/"),
     ],
 )
-def test_train_says_what_is_wrong_and_writes_no_run(argv, right, here, monkeypatch):
-    smoke = [] if any(a.startswith("name=") for a in argv) else SMOKE
-    assert re.search(right, error_of(run_train_command, [*(smoke or SMOKE[:1]), *argv], monkeypatch))
-    assert not list(here.glob("runs/*/ckpt.pt"))
-    assert not list(here.glob("outputs")) and not list(here.glob("multirun"))
+def test_training_refuses_settings_in_one_line_and_writes_no_run(argv, right, here):
+    name = [] if argv[0].startswith("name=") else ["name=x"]
+    assert re.search(right, one_line(lambda: run_train(*name, *argv)))
+    assert_no_run(here)
+
+
+def one_line(run: Callable[[], None]) -> str:
+    """The message of the UserError that this call ends with; a command shows it as its one line."""
+    with pytest.raises(UserError) as stop:
+        run()
+    assert "\n" not in str(stop.value) and len(str(stop.value)) < 390
+    return str(stop.value)
 
 
 @pytest.mark.parametrize(
     "argv, right",
     [
         (["scaling=ntkk"], r"Could not find 'scaling/ntkk'.* dynamic_ntk, .*none, ntk, .*pi, .*yarn"),
-        (["task=passkey"], r"Could not find 'task/passkey'.* matched, prefix, sliding"),
-        (["plus=nothing"], r"plus=nothing: must be one of dynamic_hf, "),
-        (["plus=[logn,3]"], r"plus=3: must be one of dynamic_hf, "),
-        (["ctx=-5"], r"ctx=-5: must be a whole number of at least 1"),
-        (["ctx=abc"], r"ctx=abc: must be a whole number"),
+        (["task=passkey"], r"Could not find 'task/passkey'.* matched, .*prefix, .*sliding"),
         (["ctx=[64,x]"], r"ctx=\[64, 'x'\]: must be a whole number"),
-        (["documents=0"], r"documents=0: must be at least 1"),
         (["by_position=maybe"], r"by_position.*maybe|maybe.*by_position"),
-        (["run=nobody"], r"run=nobody: no trained run of that name in runs/"),
         ([], r"no trained run in runs/: first: python train\.py pos=rope"),
     ],
 )
 def test_eval_says_what_is_wrong(argv, right, here, monkeypatch):
     assert re.search(right, error_of(run_eval_command, argv, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    "argv, right",
+    [
+        (["plus=nothing"], r"plus=nothing: must be one of dynamic_hf, "),
+        (["plus=[logn,3]"], r"plus=3: must be one of dynamic_hf, "),
+        (["ctx=-5"], r"ctx=-5: must be a whole number of at least 1"),
+        (["ctx=abc"], r"ctx=abc: must be a whole number"),
+        (["documents=0"], r"documents=0: must be at least 1"),
+        (["run=nobody"], r"run=nobody: no trained run of that name in runs/"),
+    ],
+)
+def test_an_evaluation_refuses_settings_in_one_line(argv, right, here):
+    assert re.search(right, one_line(lambda: run_eval(*argv)))
 
 
 @pytest.fixture(scope="module")
@@ -126,12 +158,9 @@ def one_run(tmp_path_factory, cache) -> Path:
     "argv, right",
     [
         (["scaling=pi", "scaling.factor=half"], r"scaling\.factor=half: must be auto, fixed or a number"),
-        (["scaling=dynamic_ntk", "scaling.factor=4"], r"factor"),
         (["task.kind=passkey"], r"task\.kind=passkey: no measure/tasks/passkey\.py"),
-        (["task=sliding", "task.stride=0"], r"task\.stride=0: must be at least 1"),
         (["task.scored_tokens=few"], r"task\.scored_tokens=few: must be of type int"),
         (["task=prefix", "+task.stride=4"], r"task\.stride=4: no such setting of task=prefix, which has none"),
-        (["scaling=ntk", "plus=pi"], r"two methods change the same thing \(inv_freq\)"),
         (["scaling=longrope"], r"scaling\.long=None: must be a list of 16 numbers above 0"),
         (["scaling=rerope", "scaling.size=65"], r"scaling\.size=65: must be between 1 and the trained context, 64"),
         (["scaling=rerope", "scaling.leak=0.5"], r"scaling\.leak=0\.5: must be null, auto or a number"),
@@ -144,6 +173,19 @@ def one_run(tmp_path_factory, cache) -> Path:
         (["scaling=llama3", "scaling.low_freq_factor=5"], r"scaling\.high_freq_factor=4\.0: must be greater than low"),
         (["ctx=32"], r"ctx=32: must be at least 64 with task=matched"),
         (["task.scored_tokens=0"], r"task\.scored_tokens=0: must be at least 1"),
+    ],
+)
+def test_an_evaluation_of_a_run_refuses_settings_in_one_line(argv, right, one_run, monkeypatch):
+    monkeypatch.chdir(one_run)
+    assert re.search(right, one_line(lambda: run_eval(*argv)))
+
+
+@pytest.mark.parametrize(
+    "argv, right",
+    [
+        (["scaling=dynamic_ntk", "scaling.factor=4"], r"factor"),
+        (["task=sliding", "task.stride=0"], r"task\.stride=0: must be at least 1"),
+        (["scaling=ntk", "plus=pi"], r"two methods change the same thing \(inv_freq\)"),
         (["run=nobody"], r"run=nobody: no trained run of that name in runs/"),
     ],
 )
@@ -235,7 +277,7 @@ def test_gpt2_tokenizer_without_network_is_one_line(here, monkeypatch, capfd):
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN_HERE = ("train.py", "eval.py", "compare.py", "sample.py", "export.py")
-RUN_HERE += ("-m studies.probe", "-m studies.spectrum", "-m studies.decay")  # the other studies have tests of their own
+RUN_HERE += ("-m studies.spectrum", "-m studies.decay")  # the other studies have tests of their own
 
 
 def readme_commands() -> list[str]:
@@ -273,7 +315,6 @@ def run_in_this_process(script: str, args: list[str], monkeypatch: pytest.Monkey
         "train.py": run_train_command,
         "eval.py": run_eval_command,
         "sample.py": lambda: run_main(sample.main, exp_selects_runs, sample.quote_prompt),
-        "-m=studies.probe": lambda: run_main(module.main, exp_selects_runs),
     }
     mains.get(script, module.main)()
 

@@ -1,6 +1,9 @@
 """Corpora from packages and from Hugging Face's hub; without network, the hub is replaced."""
 
+import hashlib
 import importlib.util
+import random
+import re
 import sys
 from typing import Any
 
@@ -8,7 +11,7 @@ import pytest
 
 from conf.errors import UserError
 from conf.registry import build_from_knobs, load_kind
-from data.corpora import books, hub
+from data.corpora import books, hub, mqar, recall, tracking
 from tests.helpers import train_settings
 
 
@@ -59,3 +62,78 @@ def test_hub_corpora_without_network_or_library_are_one_line(corpus, monkeypatch
         UserError, match=rf"data={corpus}: .* could not be read from the hub \(ConnectionError: Couldn't"
     ):
         list(of_corpus("documents"))
+
+
+# ---- notes between lines of code ----
+
+LINES = ["def f(x):", "    return x", "", "class Symbol(Basic):"] * 300
+
+
+@pytest.mark.parametrize("key, answer", [(1, 4), (8, 16)])
+def test_recall_notes_stand_between_unchanged_lines_and_come_again(key, answer):
+    def note_text() -> str:
+        return recall.annotate(LINES, random.Random("a"), key, answer)
+
+    notes = [x for x in note_text().splitlines() if recall.NOTE.fullmatch(x)]
+    assert note_text() == note_text() and [x for x in note_text().splitlines() if x not in notes] == LINES
+    assert all(len(x.split()) == 1 + key + answer for x in notes) and 0.4 < len(notes) / len(LINES) < 0.6
+    again = sum(x in notes[:i] for i, x in enumerate(notes)) / len(notes)
+    assert 0.6 < again < 0.95  # most can be known from before, the others are new
+    assert recall.fingerprint(key, answer) != recall.fingerprint(key, answer + 1)
+    with pytest.raises(UserError, match="must be 1 to 16 and 1 to 64 letters"):
+        recall.fingerprint(0, answer)
+
+
+def test_the_text_of_recall_is_that_of_the_published_runs():
+    """A changed text would be a changed corpus: the trained runs could not be evaluated any more."""
+    sample = recall.annotate(["x"] * 256, random.Random("recall"), 1, 4)
+    want = "6bfba043203f086add09ac6ca5451372cbbe2f1232ddf09748b020cf9fae2b9b"
+    assert hashlib.sha256(sample.encode()).hexdigest() == want == recall.fingerprint(1, 4)["sample"]
+
+
+@pytest.mark.parametrize("hops", [0, 1, 2, 4])
+def test_every_statement_of_a_variable_is_the_value_that_an_interpreter_finds(hops):
+    text = tracking.annotate(LINES, random.Random(hops), hops)
+    assert text == tracking.annotate(LINES, random.Random(hops), hops)
+    value: dict[str, str] = {}
+    depth: dict[str, int] = {}
+    statements, rest = 0, []
+    for line in text.splitlines():
+        if not (note := re.fullmatch("# ([A-Z]) ([=:]) ([A-Za-z])", line)):
+            rest.append(line)
+        elif note[2] == ":":
+            assert value[note[1]] == note[3]
+            statements += 1
+        else:
+            value[note[1]] = note[3] if note[3].islower() else value[note[3]]
+            depth[note[1]] = 0 if note[3].islower() else depth[note[3]] + 1
+            assert depth[note[1]] <= hops
+    assert rest == LINES and statements > len(LINES) / 8 and max(depth.values()) <= hops
+    chained = [x for x in text.splitlines() if re.fullmatch("# [A-Z] = [A-Z]", x)]
+    assert bool(chained) == (hops > 0) and all(tracking.ASSIGNMENT.fullmatch(x) for x in chained)
+    with pytest.raises(UserError, match=r"data\.hops=9: must be from 0 to 8"):
+        tracking.fingerprint(9)
+    assert tracking.fingerprint(hops) != tracking.fingerprint(0 if hops else 1)
+
+
+@pytest.mark.parametrize("pairs", [1, 8, 26])
+def test_tables_repeat_the_current_pairs(pairs):
+    """Read in order: a table that contradicts the pairs before it, or adds too many, begins a new set of pairs."""
+    text = mqar.annotate(LINES, random.Random(pairs), pairs)
+    assert text == mqar.annotate(LINES, random.Random(pairs), pairs)
+    tables = [x for x in text.splitlines() if re.fullmatch("#( [A-Z] [a-z])+", x)]
+    assert [x for x in text.splitlines() if x not in {*tables}] == LINES
+    assert 0.25 < len(tables) / len(LINES) < 0.42
+    known: dict[str, str] = {}
+    sets = repeated = total = 0
+    for table in tables:
+        found = re.findall("([A-Z]) ([a-z])", table)
+        assert len(dict(found)) == len(found) <= pairs and mqar.TABLE.fullmatch(table)
+        if any(known.get(key, value) != value for key, value in found) or len({*known, *dict(found)}) > pairs:
+            known, sets = {}, sets + 1
+        repeated, total = repeated + sum(key in known for key, _ in found), total + len(found)
+        known |= dict(found)
+    assert sets <= 1.3 * len(LINES) / 16 < len(tables) / 3  # random values would contradict in nearly every table
+    assert repeated / total > 0.5
+    with pytest.raises(UserError, match=r"data\.pairs=27: must be from 1 to 26"):
+        mqar.fingerprint(27)

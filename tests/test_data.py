@@ -190,7 +190,8 @@ def test_streams_and_documents_that_are_too_short_are_refused(docs):
         batch(np.arange(30), 0, seed=0, size=1, ctx=16)
     corpus = corpora.prepare(TEXT, ".cache")
     longest = max(len(d.tokens) for d in corpus.held_out)
-    assert long_documents(corpus, longest - 1, 9)[1].shape == (1, longest)
+    assert [len(d.tokens) for d in long_documents(corpus, longest - 1, 9)] == [longest]
+    assert [d.name for d in long_documents(corpus, 1, 1)] == [corpus.held_out[0].name]
     with pytest.raises(
         UserError, match=f"ctx={longest}: the longest held-out document of this corpus allows {longest - 1}"
     ):

@@ -88,19 +88,27 @@ def documents(words: int):
 ''',
     "conf/data/toy_corpus.yaml": "kind: toy_corpus\nwords: 300\ntokenizer: bytes\nvocab_size: 257\nholdout: 4\n",
     "measure/tasks/toy_task.py": '''
-from measure.tasks import Task
+import numpy as np
+import torch
+
+from data.held_out import long_documents
+from measure.tasks import Piece, Task
 
 
 class EveryOther(Task):
-    def __init__(self, pairs: int):
-        self.pairs, self.label, self.shortest = pairs, f"toy_task pairs={pairs}", 2 * pairs
+    def __init__(self, corpus, ctx: int, documents: int, pairs: int):
+        cuts = long_documents(corpus, ctx, documents)
+        self.label, self.names = f"toy_task pairs={pairs}", [d.name for d in cuts]
+        self.shortest = self.minimum = 2 * pairs
+        self.text = torch.from_numpy(np.stack([d.tokens[: ctx + 1] for d in cuts]).astype(np.int64))
+        self.scored = torch.tensor([True, False] * pairs)
 
-    def score(self, losses, text, n):
-        windows = text[:, -n - 1 :]
-        return losses(windows[:, :-1], windows[:, -2 * self.pairs :])[:, ::2]
+    def pieces(self, n):
+        cut = self.text[:, -n - 1 :]
+        return [Piece(cut[:, :-1], cut[:, -len(self.scored) :], self.scored)]
 
-    def describe(self, ctx):
-        return f"every other of the last {2 * self.pairs} tokens"
+    def describe(self):
+        return f"every other of the last {len(self.scored)} tokens"
 
 
 build = EveryOther

@@ -1,10 +1,12 @@
 """Names of the yaml files, and what is printed of a choice: the name that the user typed and what differs from it."""
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 
+from conf import compose
 from conf.errors import UserError
 from conf.registry import build_from_knobs, choices, describe, load_kind, yaml_name, yaml_values
-from tests.helpers import ROOT, eval_settings, train_settings
+from tests.helpers import ROOT, composed, eval_settings, train_settings
 
 PACKAGES = {"pos": "model.pos", "scaling": "model.scaling", "data": "data.corpora", "task": "measure.tasks"}
 ATTRIBUTES = {"pos": "build", "scaling": "scale", "data": "documents", "task": "build"}
@@ -21,6 +23,27 @@ def test_every_yaml_describes_itself_by_its_own_name(group, name):
 def test_composed_settings_have_the_name_that_was_typed(pos):
     """Also where a value of the yaml is an interpolation such as ${ctx}."""
     assert describe("pos", train_settings(f"pos={pos}", "ctx=128").pos) == pos
+
+
+@pytest.mark.parametrize(
+    "config, overrides",
+    [
+        ("train", ("exp=smoke", "name=x", "steps=3")),
+        ("train", ("ctx=128", "pos=learned", "data.files=docs/*.txt", "exp=smoke", "optim.lr=1e-3", "data=text")),
+        ("train", ("init=a", "scaling=yarn", "scaling.beta_fast=4", "plus=[logn]", "+model.extra=1")),
+        ("eval", ("run=a", "ctx=[64,128]", "task=sliding", "task.stride=3", "scaling.factor=fixed", "scaling=ntk")),
+    ],
+)
+def test_the_fast_composition_of_the_tests_is_hydras(config, overrides):
+    """Of tests/helpers.py, which applies some settings to what it has composed before."""
+    want, hydra = compose.compose(config, *overrides), HydraConfig.get()
+    assert composed(config, *overrides) == want
+    fast = HydraConfig.get()
+    assert fast is not hydra and fast.overrides.task == hydra.overrides.task == list(overrides)
+    assert fast.runtime.choices == hydra.runtime.choices
+    for cfg in (want, composed(config, *overrides)):
+        with pytest.raises(Exception, match="stepz"):
+            cfg.stepz = 3  # no new keys
 
 
 def test_changed_knobs_are_described():

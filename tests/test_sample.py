@@ -1,5 +1,6 @@
 """Decoding with a cache against full forwards, for every encoding and scaling, across the trained length."""
 
+import functools
 import sys
 
 import pytest
@@ -50,10 +51,13 @@ def largest_difference(model: gpt.GPT, resolve, decode: str = "exact", start: in
                for n in range(start, 3 * L + 1))  # fmt: skip
 
 
+built = functools.cache(build)  # for tests that leave the model as it is
+
+
 @pytest.mark.parametrize("name", choices("scaling"))
 @pytest.mark.parametrize("pos", choices("pos"))
 def test_cached_decoding_equals_a_full_forward_at_every_length(pos, name):
-    model, trained = build(pos)
+    model, trained = built(pos)
     resolve = resolver(name, trained)
     try:
         resolve(2 * L)

@@ -1,9 +1,15 @@
 """Sweeps, train.py -m and eval.py -m: a failing job fails alone, and finished work is skipped."""
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 
+import eval as evaluation
+import train
+from conf.hydra_patches import run_main
 from tests.helpers import command
 
 pytestmark = pytest.mark.process
@@ -13,7 +19,21 @@ def files(pattern: str) -> dict[str, int]:
     return {str(p): p.stat().st_mtime_ns for p in Path().glob(pattern)}
 
 
-def test_one_failing_job_does_not_lose_the_others_and_finished_ones_are_skipped(here):
+def test_one_failing_job_does_not_lose_the_others_and_finished_ones_are_skipped(here, monkeypatch, capsys):
+    """The first sweep in a new process, as a user runs it, and the ones after it in this one."""
+
+    def sweep(main: Callable[[], None], *args: str) -> tuple[str, str, str | None]:
+        """stdout, stderr and the line of the error that it ends with."""
+        GlobalHydra.instance().clear()
+        monkeypatch.setattr(sys, "argv", ["script.py", *args])
+        capsys.readouterr()
+        error = None
+        try:
+            run_main(main)
+        except SystemExit as end:
+            error = str(end.code)
+        return *capsys.readouterr(), error
+
     batches = ("-m", "exp=smoke", "steps=2", "batch_tokens=128,100,256")
     done = command("train.py", *batches, cwd=here)
     lines = [line for line in done.stderr.splitlines() if "error" in line]
@@ -26,20 +46,21 @@ def test_one_failing_job_does_not_lose_the_others_and_finished_ones_are_skipped(
     before = files("runs/*/ckpt.pt")
     assert sorted(Path(f).parent.name for f in before) == names
 
-    again = command("train.py", *batches, cwd=here)
-    assert again.returncode == 1 and again.stdout.count("already trained, loss ") == 2
+    out, _, error = sweep(train.main, *batches)
+    assert error == lines[1] and out.count("already trained, loss ") == 2
     assert files("runs/*/ckpt.pt") == before
 
     evaluate = ("-m", f"run={names[0]},nobody,{names[1]}", "ctx=128", "documents=3")
-    done = command("eval.py", *evaluate, cwd=here)
-    assert done.returncode == 1 and "error: 1 of 3 jobs failed with the errors above: run=nobody" in done.stderr
+    _, err, error = sweep(evaluation.main, *evaluate)
+    assert error is not None and error.startswith("error: 1 of 3 jobs failed with the errors above: run=nobody")
+    assert err.count("error: run=nobody") == 1
     curves = files("runs/*/eval/*.jsonl")
     assert sorted(Path(f).parts[1] for f in curves) == sorted(2 * names)  # none and window of each
-    done = command("eval.py", "-m", f"run={','.join(names)}", "scaling=none,pi", *evaluate[2:], cwd=here)
-    assert done.returncode == 0, done.stderr
+    _, err, error = sweep(evaluation.main, "-m", f"run={','.join(names)}", "scaling=none,pi", *evaluate[2:])
+    assert error is None, err
     after = files("runs/*/eval/*.jsonl")
     assert {f: after[f] for f in curves} == curves  # not evaluated again
-    new = {(Path(f).parts[1], Path(f).name.split("-ctx")[0]) for f in after.keys() - curves.keys()}
+    new = {(Path(f).parts[1], Path(f).name.split("-")[0]) for f in after.keys() - curves.keys()}
     assert new == {(name, "pi") for name in names}
     assert sorted(p.name for p in here.iterdir() if p.name not in ("wandb", ".cache")) == ["runs"]
 

@@ -21,7 +21,7 @@ from engine import checkpoint
 from engine.optimizer import learning_rate
 from engine.signals import StopSignal
 from measure.curves import read_curve
-from tests.helpers import ROOT, choices, command, run_eval, run_train, train_settings
+from tests.helpers import ROOT, choices, command, composed, run_eval, run_train, train_settings
 
 
 def weights(name: str) -> dict:
@@ -49,9 +49,9 @@ EACH += ["micro_tokens=128"]  # 4 forward passes for each step
 @pytest.mark.parametrize("setting", EACH)
 def test_every_yaml_composes_and_trains_two_steps(setting, here):
     small = [] if setting.startswith("model=") else ["model.width=32"]
-    cfg = compose("train", "exp=smoke", setting, "steps=2", "name=x", *small)
+    cfg = composed("train", "exp=smoke", setting, "steps=2", "name=x", *small)
     if setting.startswith("model="):  # exp=smoke makes every model small: undo that
-        shape = compose("train", setting)
+        shape = composed("train", setting)
         cfg.model, cfg.batch_tokens, cfg.val_windows = shape.model, 128, 2
     train.train(train_config(cfg))
     state = weights("x")
@@ -285,7 +285,7 @@ def test_an_offline_wandb_run_can_be_read_back(here):
     assert run["job_type"] == "eval" and run["config"]["update"]["train"]["ctx"] == 64
     history = [r for r in records if r["type"] == "history"]
     assert len(history) == 2 and all(
-        k in json.dumps(history) for k in ("eval/ctx", "eval/ppl", "eval/gain_over_window")
+        k in json.dumps(history) for k in ("eval/ctx", "eval/ppl", "eval/gain_over_control")
     )
     assert "eval/ctx" in json.dumps([r for r in records if r["type"] == "metric"])
 
@@ -353,7 +353,8 @@ def test_init_starts_from_the_parents_weights_and_keeps_both_contexts_apart(here
     out = capsys.readouterr().out
     assert "pre-trained at ctx 64 (short), extended to 256 by scaling=pi" in out
     rows = {
-        label: read_curve(next(Path("runs/long/eval").glob(f"{label}-*"))).rows for label in ("none", "window", "ntk")
+        label: read_curve(next(Path("runs/long/eval").glob(f"{label}-*.jsonl"))).rows
+        for label in ("none", "window", "ntk")
     }
     assert {row.factor for row in rows["none"]} == {4}  # as fine-tuned
     assert {row.window for row in rows["window"]} == {256} and {row.factor for row in rows["window"]} == {4}

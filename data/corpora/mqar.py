@@ -47,7 +47,7 @@ def fingerprint(pairs: int) -> dict:
         raise UserError(f"data.pairs={pairs}: must be from 1 to 26, as keys are capital letters")
     # A sample of tables, so that a change of the code above changes the fingerprint and the corpus is prepared again
     sample = annotate(["x"] * 256, random.Random("mqar"), pairs)
-    return {"corpus": "mqar", "of": sympy.SHA256, "sample": hashlib.sha256(sample.encode()).hexdigest()}
+    return {"corpus": "mqar", "pairs": pairs, "of": sympy.SHA256, "sample": hashlib.sha256(sample.encode()).hexdigest()}
 
 
 def documents(pairs: int) -> Iterator[tuple[str, str]]:

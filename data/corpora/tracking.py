@@ -49,8 +49,8 @@ def fingerprint(hops: int) -> dict:
     if not 0 <= hops <= 8:
         raise UserError(f"data.hops={hops}: must be from 0 to 8")
     # A sample of notes, so that a change of the code above changes the fingerprint and the corpus is prepared again
-    sample = annotate(["x"] * 256, random.Random("tracking"), hops)
-    return {"corpus": "tracking", "of": sympy.SHA256, "sample": hashlib.sha256(sample.encode()).hexdigest()}
+    sample = hashlib.sha256(annotate(["x"] * 256, random.Random("tracking"), hops).encode()).hexdigest()
+    return {"corpus": "tracking", "hops": hops, "of": sympy.SHA256, "sample": sample}
 
 
 def documents(hops: int) -> Iterator[tuple[str, str]]:

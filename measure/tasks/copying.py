@@ -27,14 +27,15 @@ class Copying(PlacedAnswer):
             )
 
     def distances(self, n: int) -> list[int]:
-        return [d for d in super().distances(n) if d > self.size]
+        return [d for d in super().distances(n) if self.size < d <= n + 1 - self.size]  # the first one is complete
 
     def example(self, n: int, distance: int, rng: random.Random) -> list[int]:
         passages, document = rng.sample(self.long, 2)
         start, at = rng.randrange(len(passages) - self.size), rng.randrange(len(document) - n - self.size)
         passage = passages[start : start + self.size].tolist()
         text = document[at : at + n + self.size].tolist()
-        between, before = text[: distance - self.size], text[distance - self.size :]
+        cut = len(text) - (distance - self.size)
+        before, between = text[:cut], text[cut:]
         return [*before, *passage, *between, *passage][-n - 1 :]
 
 

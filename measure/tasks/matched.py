@@ -44,7 +44,8 @@ class Matched(Task):
         ends = []
         for previous, planned_end in itertools.pairwise(planned):
             end = int(planned_end)
-            lowest = max(previous, ctx + 1 if end > ctx else 0) + s  # so that a long document stays long enough
+            # So that no target is scored twice, and a long document stays long enough
+            lowest = max(previous + s, ctx + 1 if end > ctx else 0) + s
             while copied[end - s : end].mean() > COPIED and end >= lowest:
                 end -= s
             ends.append(end)

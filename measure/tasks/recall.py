@@ -36,7 +36,8 @@ class Recall(PlacedAnswer):
         self.chance = 1 / len(self.letters)
 
     def distances(self, n: int) -> list[int]:
-        return [d for d in super().distances(n) if d > self.queries * self.note_tokens]
+        size = self.queries * self.note_tokens
+        return [d for d in super().distances(n) if size < d <= n + 2 - size]  # the first occurrence is complete
 
     def example(self, n: int, distance: int, rng: random.Random) -> list[int]:
         """The notes to recall follow one another, and are asked in another order `distance` tokens later."""

@@ -1,0 +1,227 @@
+"""Intervals and tests over seeds and documents: against independent computations, and their coverage in simulations."""
+
+import functools
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import integrate, optimize
+
+from measure import mixed_effects
+from measure.mixed_effects import Estimate, estimate
+from studies.rows import losses, minus, per_document, read_rows
+from tests.helpers import ROOT
+
+RNG = np.random.default_rng(0)
+
+
+def crossed(seed: float, document: float, interaction: float, shape: tuple[int, ...], rng=RNG) -> np.ndarray:
+    """Draws of mean 0 from the model, [..., S, D], from the variances of its effects."""
+    *draws, S, D = shape
+    effects = ((seed, (*draws, S, 1)), (document, (*draws, 1, D)), (interaction, (*draws, S, D)))
+    return sum(math.sqrt(variance) * rng.standard_normal(size) for variance, size in effects)
+
+
+# ---- the analysis of variance ----
+
+
+def test_mean_squares_by_explicit_sums():
+    delta = crossed(1, 2, 3, (3, 5))
+    S, D = delta.shape
+    mean = sum(map(sum, delta)) / (S * D)
+    of_seed = [sum(delta[s]) / D for s in range(S)]
+    of_document = [sum(delta[s][d] for s in range(S)) / S for d in range(D)]
+    rest = [delta[s][d] - of_seed[s] - of_document[d] + mean for s in range(S) for d in range(D)]
+    want = (
+        D * sum((x - mean) ** 2 for x in of_seed) / (S - 1),
+        S * sum((x - mean) ** 2 for x in of_document) / (D - 1),
+        sum(x**2 for x in rest) / ((S - 1) * (D - 1)),
+    )
+    assert mixed_effects.mean_squares(delta) == pytest.approx(want)
+    # the three sums of squares make up the total
+    total = sum((x - mean) ** 2 for x in delta.flat)
+    assert want[0] * (S - 1) + want[1] * (D - 1) + want[2] * (S - 1) * (D - 1) == pytest.approx(total)
+
+
+def test_variance_components_maximise_the_restricted_likelihood():
+    """In a balanced design, REML and the analysis of variance agree where no component is 0."""
+    delta = crossed(1.0, 2.0, 0.5, (4, 12), np.random.default_rng(1))
+    S, D = delta.shape
+    one_seed = np.kron(np.eye(S), np.ones((D, D)))  # 1 where two cells have the same seed [S D, S D]
+    one_document = np.kron(np.ones((S, S)), np.eye(D))
+    ones = np.ones((S * D, 1))
+
+    def minus_log_likelihood(log_variances: np.ndarray) -> float:
+        seed, document, interaction = np.exp(log_variances)
+        V = seed * one_seed + document * one_document + interaction * np.eye(S * D)
+        inverse = np.linalg.inv(V)
+        information = ones.T @ inverse @ ones
+        rest = delta.reshape(-1, 1) - np.linalg.solve(information, ones.T @ inverse @ delta.reshape(-1, 1))
+        logdets = np.linalg.slogdet(V)[1] + np.linalg.slogdet(information)[1]
+        return float(logdets + (rest.T @ inverse @ rest).item()) / 2
+
+    best = optimize.minimize(minus_log_likelihood, np.zeros(3), method="Nelder-Mead", options={"xatol": 1e-6})
+    assert mixed_effects.variance_components(delta) == pytest.approx(np.exp(best.x), rel=1e-3)
+
+
+def test_variance_of_the_mean_is_unbiased():
+    seed, document, interaction, S, D = 0.5, 2.0, 1.0, 3, 32
+    delta = crossed(seed, document, interaction, (20_000, S, D), np.random.default_rng(2))
+    want = seed / S + document / D + interaction / (S * D)
+    assert delta.mean(axis=(1, 2)).var() == pytest.approx(want, rel=0.03)
+    assert mixed_effects.variance_of_mean(delta)[0].mean() == pytest.approx(want, rel=0.02)
+
+
+def test_pure_cases_are_the_t_interval_of_the_means():
+    """Only seeds differ: the t interval of the seeds' means. Only documents differ: that of the documents' means."""
+    values = np.array([1.0, 2.0, 4.0])
+    for delta in (np.tile(values[:, None], (1, 9)), np.tile(values, (9, 1))):
+        low, high = estimate(delta).interval
+        assert (low + high) / 2 == pytest.approx(7 / 3)
+        assert (high - low) / 2 == pytest.approx(4.302653 * values.std(ddof=1) / math.sqrt(3), rel=1e-6)  # t of 2 df
+
+
+def test_one_seed_has_an_interval_over_documents():
+    values = RNG.standard_normal(10)
+    result = estimate(values[None])
+    assert result.seeds == 1 and result.df == 9 and result.components is None
+    assert result.interval[1] - result.mean == pytest.approx(2.262157 * values.std(ddof=1) / math.sqrt(10), rel=1e-6)
+
+
+@pytest.mark.parametrize("S", [1, 2, 3])
+def test_intervals_follow_shifts_scales_and_permutations(S):
+    delta = crossed(1, 1, 1, (S, 8))
+    low, high = estimate(delta).interval
+    assert estimate(delta + 5).interval == pytest.approx((low + 5, high + 5))
+    assert estimate(-2 * delta).interval == pytest.approx((-2 * high, -2 * low))
+    shuffled = delta[RNG.permutation(S)][:, RNG.permutation(8)]
+    assert estimate(shuffled).interval == pytest.approx((low, high))
+
+
+def test_degrees_of_freedom_lie_between_seeds_and_documents():
+    delta = crossed(0.2, 1, 1, (500, 3, 32))
+    variance, df = mixed_effects.variance_of_mean(delta)
+    seeds, documents, _ = mixed_effects.mean_squares(delta)
+    assert (df >= 2 - 1e-9).all() and (df <= 31 + 1e-9).all()
+    # the guard: never below the variance of one random effect alone
+    assert (variance * 96 >= np.maximum(seeds, documents) - 1e-12).all()
+
+
+def test_equal_differences_are_exact():
+    result = estimate(np.zeros((3, 8)))
+    assert result.interval == (0, 0) and result.p_above(-0.1) == 0 and result.p_above(0) == 1
+    assert Estimate(0.5).p_above(0) == 0 and Estimate(0.5).p_below(0) == 1
+
+
+# ---- tests ----
+
+
+def test_p_value_is_the_tail_of_the_t_distribution():
+    result = Estimate(mean=1.0, variance=0.25, df=3.0, seeds=3, documents=32)
+
+    def density(x: float) -> float:  # of Student's t, with 3 degrees of freedom
+        return 2 / (math.pi * math.sqrt(3)) / (1 + x * x / 3) ** 2
+
+    tail = integrate.quad(density, (1.0 - 0.2) / 0.5, np.inf)[0]
+    assert result.p_above(0.2) == pytest.approx(tail)
+    assert result.p_below(0.2) == pytest.approx(1 - tail)
+
+
+def test_p_values_and_intervals_agree():
+    result = estimate(crossed(1, 1, 1, (3, 8)))
+    low, high = result.interval
+    assert result.p_above(low) == pytest.approx(0.025) and result.p_below(high) == pytest.approx(0.025)
+
+
+def test_q_values_by_hand():
+    assert mixed_effects.q_values([0.01, 0.04, 0.03, 0.5]) == pytest.approx([0.04, 0.04 * 4 / 3, 0.04 * 4 / 3, 0.5])
+    assert mixed_effects.q_values([]) == []
+
+
+# ---- seeds needed ----
+
+
+def test_seeds_needed_is_the_first_number_that_decides():
+    """Against the interval of a matrix that has exactly these components."""
+    components, mean, D = (0.04, 0.1, 0.02), 0.3, 32
+    result = Estimate(mean, 1.0, 2.0, 3, D, components)
+    needed = result.seeds_needed(0)
+    assert needed is not None and needed > 2
+
+    def excludes_0(S: int) -> bool:
+        of_seeds, of_documents = components[0] / S + components[2] / (S * D), components[1] / D
+        variance = of_seeds + of_documents
+        df = 1 / (of_seeds / variance / (S - 1) + of_documents / variance / (D - 1))
+        return Estimate(mean, variance, df).interval[0] > 0
+
+    assert excludes_0(needed) and not excludes_0(needed - 1)
+    assert result.seeds_needed(0, alpha=0.01) > needed
+    assert result.seeds_needed(2 * mean) == needed  # as far from the mean, on the other side
+
+
+def test_no_number_of_seeds_is_enough_where_documents_differ():
+    assert Estimate(0.1, 1.0, 2.0, 3, 32, (0.1, 4.0, 0.1)).seeds_needed(0) is None
+    assert estimate(RNG.standard_normal((1, 8))).seeds_needed(0) is None
+
+
+# ---- coverage: the share of simulated studies whose 95 % interval contains the true mean ----
+
+# Differences of the committed rows (run, label, n), from those in which only documents differ to those in which almost
+# only seeds do
+ROWS = {
+    "gain of yarn at 2 L": (("rope", "window", 512), ("rope", "yarn", 512)),
+    "gain of rerope + logn at 8 L": (("rope", "window", 2048), ("rope", "rerope + logn", 2048)),
+    "gain of ntk at 2 L": (("rope", "window", 512), ("rope", "ntk", 512)),
+    "rope at 2 L - at L": (("rope", "none", 512), ("rope", "none", 256)),
+    "ntk - by parts at 4 L": (("rope", "ntk", 1024), ("rope", "ntk_by_parts", 1024)),
+    "pi - none at 4 L": (("rope", "pi", 1024), ("rope", "none", 1024)),
+    "A/A at L": (("rope_interleaved", "none", 256), ("rope", "none", 256)),
+    "A/A at 2 L": (("rope_interleaved", "none", 512), ("rope", "none", 512)),
+    "fine-tuned, ntk - yarn at 8 L": (("ntk-200", "none", 2048), ("yarn-200", "none", 2048)),
+    "base 500 at L": (("base500", "none", 256), ("rope", "none", 256)),
+    "window_sink at 4 L": (("rope", "window", 1024), ("rope", "window_sink", 1024)),
+}
+
+
+@functools.cache
+def components_of_rows() -> dict[str, tuple[float, float, float]]:
+    """The variance components of ROWS, in the rows of the last 64 tokens."""
+    path = ROOT / "results/matrix-last64.jsonl"
+    rows = read_rows(path if path.exists() else ROOT / "results/matrix.jsonl")
+    pairs = {name: minus(losses(rows, *a), losses(rows, *b)) for name, (a, b) in ROWS.items()}
+    return {name: mixed_effects.variance_components(per_document(delta)) for name, delta in pairs.items()}
+
+
+def coverage(components: tuple[float, float, float], S: int, D: int = 32, draws: int = 4000) -> float:
+    delta = crossed(*components, (draws, S, D), np.random.default_rng(3))
+    variance, df = mixed_effects.variance_of_mean(delta)
+    return float((abs(delta.mean(axis=(1, 2))) <= mixed_effects.half_width(variance, df)).mean())
+
+
+def bootstrap_coverage(components: tuple[float, float, float], S: int, D: int = 32, draws: int = 500) -> float:
+    """Of the earlier interval: percentiles of a bootstrap that resamples seeds and documents independently."""
+    rng = np.random.default_rng(4)
+    delta = crossed(*components, (draws, S, D), rng)
+    seeds, documents = (rng.multinomial(k, np.full(k, 1 / k), size=1000) / k for k in (S, D))
+    means = np.einsum("bs,ksd,bd->kb", seeds, delta, documents, optimize=True)
+    low, high = np.percentile(means, [2.5, 97.5], axis=1)
+    return float(((low <= 0) & (high >= 0)).mean())
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_coverage_with_three_seeds_for_the_components_of_our_rows(name):
+    assert coverage(components_of_rows()[name], S=3) >= 0.93
+
+
+def test_coverage_for_every_share_of_the_components():
+    """At least 93 % with 3 and 5 seeds; with 2 seeds 90 %, which the docstring states."""
+    shares = [(s, i) for s, i in itertools.product((0, 0.2, 0.5, 0.7, 0.9, 1), (0, 0.05, 0.3)) if s + i <= 1]
+    for S, lowest in ((2, 0.90), (3, 0.93), (5, 0.935)):
+        found = [coverage((s * S, (1 - s - i) * 32, i * S * 32), S, draws=3000) for s, i in shares]
+        assert min(found) >= lowest, (S, dict(zip(shares, found, strict=True)))
+
+
+def test_the_bootstrap_over_three_seeds_covered_too_little_where_seeds_dominate():
+    for name in ("rope at 2 L - at L", "ntk - by parts at 4 L", "fine-tuned, ntk - yarn at 8 L"):
+        assert bootstrap_coverage(components_of_rows()[name], S=3) < 0.88 < coverage(components_of_rows()[name], S=3)

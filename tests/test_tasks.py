@@ -1,0 +1,486 @@
+"""Tasks with an answer: their texts, read by independent means, accuracy, and the effective context.
+
+The general tests are of every task whose class says `accuracy`, so a new one needs no edit here.
+"""
+
+import dataclasses
+import math
+import random
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import compare
+from conf.errors import UserError
+from conf.registry import choices, load_kind, yaml_values
+from data.corpora import mqar, recall, tracking
+from data.corpus import HeldOut
+from engine.run import Run
+from measure import accuracy, tasks
+from measure.accuracy import NO_LENGTH, describe_context, effective_context
+from measure.curves import Curve, Row, read_curve, select
+from measure.evaluation import NONE, WINDOW
+from measure.placed_answers import NOTHING, PlacedAnswer
+from measure.tasks import Piece
+from measure.tasks.copying import Copying
+from measure.tasks.mqar import Mqar
+from measure.tasks.recall import Recall
+from measure.tasks.tracking import Tracking
+from model.scaling import NO_CHANGE, ContextChange
+from tests.helpers import (
+    ROOT,
+    Words,
+    any_task_corpus,
+    error_of,
+    held_out,
+    held_out_text,
+    random_lines,
+    run_eval,
+    run_train,
+    stub_evaluation,
+)
+
+WITH_ANSWER = [
+    name for name in choices("task") if load_kind("measure.tasks", yaml_values("task", name)["kind"], "build").accuracy
+]
+LENGTHS = (128, 300)
+
+
+def built(name: str, corpus: HeldOut | None = None, documents: int = 5, **knobs: object) -> PlacedAnswer:
+    """The task of this yaml, with other values of some knobs."""
+    values = {**yaml_values("task", name), **knobs}
+    return tasks.build(values, corpus or any_task_corpus(), 512, documents)  # ty: ignore[invalid-return-type]
+
+
+def texts_of(piece: Piece) -> list[list[int]]:
+    """The inputs with the last target: n + 1 tokens each."""
+    return torch.cat((piece.tokens, piece.targets[:, -1:]), dim=1).tolist()
+
+
+def places(part: list[int], tokens: list[int]) -> list[int]:
+    """Where `part` occurs in `tokens`."""
+    return [i for i in range(len(tokens) - len(part) + 1) if tokens[i : i + len(part)] == part]
+
+
+def token(letter: str) -> int:
+    """The token of a letter after a space."""
+    return any_task_corpus().encode(f"# {letter}")[-1]
+
+
+def decoded(tokens: Sequence[int]) -> str:
+    return any_task_corpus().decode(tokens)
+
+
+# ---- every task with an answer ----
+
+
+def test_there_are_tasks_with_an_answer():
+    assert WITH_ANSWER and set(WITH_ANSWER) < set(choices("task"))
+
+
+@pytest.mark.parametrize("name", WITH_ANSWER)
+def test_texts_have_n_tokens_before_their_last_one(name):
+    task = built(name)
+    for n in LENGTHS:
+        for piece in task.pieces(n):
+            assert piece.tokens.shape == (5, n) and piece.targets.shape == (5, len(task.scored))
+            assert piece.scored.tolist() == task.scored and task.scored[-1]  # a text ends in its answer
+            assert torch.equal(piece.tokens[:, 1 - len(task.scored) or n :], piece.targets[:, :-1])
+
+
+@pytest.mark.parametrize("name", WITH_ANSWER)
+def test_distances_are_within_the_text(name):
+    task = built(name)
+    for n in (task.minimum, *LENGTHS):
+        distances = task.distances(n)
+        assert [p.distance for p in task.pieces(n)] == distances
+        assert distances == sorted(set(distances)) and distances[0] >= 1 and distances[-1] <= n * 7 // 8
+    assert task.distances(512)[-1] == 448
+
+
+@pytest.mark.parametrize("name", WITH_ANSWER)
+def test_more_examples_begin_with_the_same_texts_and_all_texts_differ(name):
+    few, many = built(name, documents=2), built(name, documents=6)
+    for p, q in zip(few.pieces(300), many.pieces(300), strict=True):
+        assert texts_of(p) == texts_of(q)[:2]
+    texts = [tuple(text) for piece in many.pieces(300) for text in texts_of(piece)]
+    assert len(set(texts)) == len(texts)
+
+
+def notes_and_lines() -> list[str]:
+    """Random lines with the notes of all corpora that have some between them."""
+    lines = random_lines(0, 400)
+    for annotate, knob in ((recall.annotate, (1, 4)), (mqar.annotate, (8,)), (tracking.annotate, (2,))):
+        lines = annotate(lines, random.Random(0), *knob).splitlines()
+    return lines
+
+
+@pytest.mark.parametrize("name", WITH_ANSWER)
+def test_notes_of_the_held_out_documents_are_left_out_of_the_texts(name):
+    lines = notes_and_lines()
+    task = built(name, held_out_text(["\n".join(lines)] * 2))
+    kept = [x for x in lines if not task.notes.fullmatch(x)]
+    assert task.lines == [kept, kept] and (len(kept) < len(lines)) == (task.notes is not NOTHING)
+
+
+@pytest.mark.parametrize("name", WITH_ANSWER)
+def test_letters_of_two_tokens_are_avoided(name):
+    corpus = held_out_text([corpus_text(seed) for seed in range(3)], words := Words(two_tokens="ABCKabcq"))
+    task = built(name, corpus)
+    assert set(task.capitals) == set("DEFGHIJLMNOPQRSTUVWXYZ") and set(task.letters) == set("defghijklmnoprstuvwxyz")
+    task.pieces(300)
+    made = {part for part in words.numbers if re.fullmatch(" [A-Za-z]", part)}
+    assert not made & {f" {c}" for c in "ABCKabcq"}
+
+
+def corpus_text(seed: int) -> str:
+    return "".join(f"{line}\n" for line in random_lines(seed, 200))
+
+
+@pytest.mark.parametrize("name", WITH_ANSWER)
+def test_a_tokenizer_without_letters_is_one_line_or_no_obstacle(name):
+    """Of characters, as data.tokenizer=bytes: `# K` is three tokens."""
+    corpus = held_out([list(map(ord, corpus_text(seed)))[:1500] for seed in range(3)])
+    try:
+        task = built(name, corpus)
+    except UserError as error:
+        assert "letters that are one token each" in str(error) and "\n" not in str(error)
+        assert f"task={name}" in str(error) and "data.tokenizer=bpe" in str(error)
+    else:
+        assert all(len(text) == 301 for piece in task.pieces(300) for text in texts_of(piece))
+
+
+def test_a_line_that_does_not_have_a_token_for_each_part_is_refused():
+    assert len(built("recall").one_token_each("# K\n", 3)) == 3
+    with pytest.raises(UserError, match="does not give 4 tokens to '# K") as error:
+        built("recall").one_token_each("# K\n", 4)
+    assert "\n" not in str(error.value)
+
+
+# ---- the texts of each task ----
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("key, answer, distractors", [(1, 4, 8), (1, 4, 0), (3, 2, 4), (1, 1, 2)])
+def test_the_note_to_recall_occurs_once_before_at_its_distance(n, key, answer, distractors):
+    task = built("recall", key=key, answer=answer, distractors=distractors)
+    assert isinstance(task, Recall) and task.scored == [True] * answer
+    for piece in task.pieces(n):
+        for tokens, scored in zip(texts_of(piece), piece.scored_targets().tolist(), strict=True):
+            size = 1 + key + answer
+            note = tokens[-size:]
+            assert re.fullmatch(f"#( [A-Z]){{{key}}}( [a-z]){{{answer}}}", decoded(note)) and note[-answer:] == scored
+            assert places(note, tokens) == [n + 1 - size - piece.distance, n + 1 - size]
+            assert len(places(note[:2], tokens)) == 2  # no other note begins with its letter
+            others = [x for x in decoded(tokens[1:]).splitlines()[1:] if recall.NOTE.fullmatch(x)]
+            assert len(others) == 2 if distractors == 0 else len({*others}) >= min(3, distractors)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_several_notes_are_asked_in_any_order(n):
+    task = built("recall", queries=3, documents=12)
+    note, orders = 7, set()
+    texts = [(p, *x) for p in task.pieces(n) for x in zip(texts_of(p), p.scored_targets().tolist(), strict=True)]
+    for piece, tokens, scored in texts:
+        asked = [*tokens[-3 * note + 1 :], token("x")]  # the end of the last line is not part of the text
+        given = tokens[-3 * note + 1 - piece.distance :][: 3 * note]
+        after, before = ([part[i : i + note - 1] for i in range(0, 3 * note, note)] for part in (asked, given))
+        assert sorted(after) == sorted(before) and all(len(places(x, tokens)) == 2 for x in after)
+        assert scored == [t for x in after for t in x[2:]]
+        assert all(decoded(x).startswith("# ") and decoded(x[1:2]).strip().isupper() for x in after)
+        orders.add(tuple(before.index(x) for x in after))
+    assert len(orders) > 3
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("cue, answer", [(8, 16), (4, 1)])
+def test_the_copied_passage_occurs_once_before_at_its_distance_in_another_document(n, cue, answer):
+    task = built("copying", cue=cue, answer=answer)
+    assert isinstance(task, Copying)
+    documents = [d.tokens.tolist() for d in any_task_corpus().held_out]
+    for piece in task.pieces(n):
+        for tokens, scored in zip(texts_of(piece), piece.scored_targets().tolist(), strict=True):
+            size = cue + answer
+            passage = tokens[-size:]
+            assert scored == passage[cue:] and places(passage, tokens)[-2:] == [
+                n + 1 - size - piece.distance, n + 1 - size]  # fmt: skip
+            assert len(places(passage, tokens)) == 2
+            first = n + 1 - size - piece.distance
+            around = [tokens[:first], tokens[first + size : n + 1 - size]]
+            sources = [i for i, text in enumerate(documents) if places(passage, text)]
+            others = [i for i, text in enumerate(documents) if all(places(part, text) for part in around)]
+            assert len(sources) == 1 and set(others) - {*sources}
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("pairs, queries", [(8, 4), (3, 3), (1, 1), (26, 26)])
+def test_each_asked_pair_is_in_the_table_once(n, pairs, queries):
+    task = built("mqar", pairs=pairs, queries=queries)
+    assert isinstance(task, Mqar)
+    for piece in task.pieces(n):
+        for tokens, scored in zip(texts_of(piece), piece.scored_targets().tolist(), strict=True):
+            question, table = n - 2 * queries, n - 2 * queries - piece.distance  # where the two lines begin
+            given, asked = decoded(tokens[table:]).splitlines()[0], decoded(tokens[question:])
+            assert mqar.TABLE.fullmatch(given) and mqar.TABLE.fullmatch(asked) and decoded([tokens[table]]) == "#"
+            known = dict(re.findall("([A-Z]) ([a-z])", given))
+            keys, values = zip(*re.findall("([A-Z]) ([a-z])", asked), strict=True)
+            assert len(known) == pairs and len(set(keys)) == queries and [known[k] for k in keys] == list(values)
+            assert scored == [token(value) for value in values]
+            assert [x for x in decoded(tokens[1:]).splitlines()[1:] if mqar.TABLE.fullmatch(x)] == [given, asked]
+            for key in keys:
+                assert len(places([token(key)], tokens)) == 2
+
+
+def values_of(text: str) -> dict[str, str]:
+    """The value of each variable after all assignments of a text, by a little interpreter."""
+    value: dict[str, str] = {}
+    for name, source in re.findall(r"^# ([A-Z]) = ([A-Za-z])$", text, flags=re.M):
+        value[name] = source if source.islower() else value[source]
+    return value
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("hops, chains", [(1, 2), (0, 0), (2, 1), (0, 3)])
+def test_the_chain_of_assignments_leads_to_the_answer(n, hops, chains):
+    task = built("tracking", hops=hops, chains=chains)
+    assert isinstance(task, Tracking)
+    for piece in task.pieces(n):
+        for tokens, scored in zip(texts_of(piece), piece.scored_targets().tolist(), strict=True):
+            text = decoded(tokens)
+            found = values_of(text)
+            name, answer = re.search(r"\n# ([A-Z]) : ([a-z])$", text).groups()
+            assert found[name] == answer and scored == [token(answer)]
+            assert len(found) == (1 + hops) * (1 + chains)
+            assert sorted(found.values()).count(answer) == 1 + hops and len({*found.values()}) == 1 + chains
+            sources = re.findall(r"^# [A-Z] = ([A-Z])$", text, flags=re.M)
+            assert len(sources) == len({*sources}) == hops * (1 + chains)  # each variable is assigned on at most once
+            first = text.index(f" = {answer}\n") - len("# K")  # the answer occurs once, in the first assignment
+            assert len(places([token(answer)], tokens)) == 2
+            assert len(any_task_corpus().encode(text[first:])) == piece.distance + 4
+
+
+# ---- models that read the texts ----
+
+
+class Reader:
+    """A model that finds answers in the tokens that it sees, and else guesses one of these tokens.
+
+    It resolves assignments where one is asked for, and otherwise repeats what followed the longest earlier occurrence
+    of its last tokens.
+    """
+
+    def __init__(self, guesses: Sequence[int]):
+        self.guesses, self.rng = list(guesses), random.Random(0)
+
+    def next_token(self, seen: list[int]) -> int:
+        if question := re.search(r"# ([A-Z]) :$", decoded(seen[-3:])):
+            text = decoded(seen)
+            try:
+                return token(values_of(text)[question[1]])
+            except KeyError:  # an assignment that it does not see
+                return self.rng.choice(self.guesses)
+        before = [i for i in range(len(seen) - 1) if seen[i] == seen[-1]]
+        if not before:
+            return self.rng.choice(self.guesses)
+
+        def common(i: int) -> int:
+            return next((k for k in range(i + 1) if seen[i - k] != seen[-1 - k]), i + 1)
+
+        return seen[max(before, key=common) + 1]
+
+    def last_logits(self, tokens: torch.Tensor, last: int, change: ContextChange) -> torch.Tensor:
+        logits, T = torch.zeros(len(tokens), last, 1024), tokens.shape[1]
+        for b, text in enumerate(tokens.tolist()):
+            for s in range(last):
+                end = T - last + 1 + s
+                logits[b, s, self.next_token(text[max(0, end - (change.window or T)) : end])] = 5.0
+        return logits
+
+
+@pytest.mark.parametrize("name", WITH_ANSWER)
+def test_a_model_that_remembers_is_right_and_one_with_a_window_guesses(name, tmp_path):
+    task = built(name)
+    guesses = [token(letter) for letter in task.letters] if task.chance else range(1024)
+    assert task.chance == 0 or task.chance == 1 / len(guesses)
+    settings = ("ctx=[128,256]", f"task={name}", "documents=16")
+    found = stub_evaluation(Reader(guesses), any_task_corpus(), tmp_path, *settings, L=32)
+    with found.running([]):
+        none, window = found.curve(NONE), found.curve(WINDOW)
+    assert [r.n for r in none.overall] == [128, 256] and len(none.rows) > 4
+    assert {r.accuracy for r in none.rows} == {1.0} and {h for r in none.rows for h in r.hits} == {1.0}
+    hits = [h for r in window.rows if r.distance for h in r.hits]
+    allowed = 4 * math.sqrt(max(task.chance, 0.01) / len(hits))
+    assert np.mean(hits) < task.chance + allowed
+    assert effective_context(none, task.threshold)[0] == 256 and effective_context(window, task.threshold)[0] == 0
+
+
+class Fixed:
+    """Half the answers right with probability 0.9, half with 0.1 / 1023 on the right one."""
+
+    def __init__(self, right: dict[tuple[int, ...], list[int]]):
+        self.right = right
+
+    def last_logits(self, tokens: torch.Tensor, last: int, change: ContextChange) -> torch.Tensor:
+        p = torch.full((len(tokens), last, 1024), 0.1 / 1023)
+        for b, text in enumerate(tokens.tolist()):
+            for s, target in enumerate(self.right[tuple(text)]):
+                p[b, s, target if s % 2 == 0 else (target + 1) % 1024] = 0.9
+        return p.log()
+
+
+def test_accuracy_is_the_share_of_right_tokens_and_losses_are_those_of_the_answer(tmp_path):
+    settings = ("ctx=[128]", "task=recall", "documents=3")
+    found = stub_evaluation(None, any_task_corpus(), tmp_path, *settings)
+    right = {
+        tuple(x): y for p in found.task.pieces(128) for x, y in zip(p.tokens.tolist(), p.targets.tolist(), strict=True)
+    }
+    object.__setattr__(found.run, "model", Fixed(right))
+    with found.running([]):
+        curve = found.curve(NONE)
+    for r in curve.rows:
+        assert r.accuracy == 0.5 and r.hits == [0.5] * 3
+        assert r.loss == pytest.approx(-(math.log(0.9) + math.log(0.1 / 1023)) / 2)
+        assert r.tokens == 3 * 4 * (1 if r.distance else 2)
+    assert [r.distance for r in curve.rows] == [None, 64, 112] and curve.overall == curve.rows[:1]
+
+
+# ---- effective context ----
+
+
+def curve_of(hits: dict[int, list[float]], run: str = "a", label: str = "none") -> Curve:
+    """A curve with these shares of right tokens of each example, n -> examples."""
+    first = read_curve(ROOT / "tests/data/curve_format2.jsonl").first
+    about = {"run": run, "label": label, "train_ctx": 128, "task": "recall key=1"}
+    return Curve([dataclasses.replace(first, n=n, hits=h, distance=None, **about) for n, h in hits.items()])
+
+
+def described(curve: Curve, threshold: float = 0.8) -> list[str]:
+    """The effective context and its interval in words."""
+    return [describe_context(n, [r.n for r in curve.rows]) for n in effective_context(curve, threshold)]
+
+
+def test_effective_context_is_the_longest_length_up_to_which_all_are_solved():
+    full, none = [1.0] * 10, [0.0] * 10
+    assert effective_context(curve_of({128: full, 256: full, 512: none}), 0.8) == (256, 256, 256)
+    assert effective_context(curve_of({128: full, 256: none, 512: full}), 0.8)[0] == 128  # not past a gap
+    assert effective_context(curve_of({128: [0.8] * 10, 256: [0.79] * 10}), 0.8)[0] == 128
+    assert described(curve_of({128: full, 256: full})) == [">= 256"] * 3
+    assert described(curve_of({128: none, 256: full})) == ["< 128"] * 3
+    assert effective_context(curve_of({128: none, 256: full}), 0.8)[0] == NO_LENGTH
+
+
+def test_the_interval_of_the_effective_context_is_over_examples():
+    """At 256 tokens 31 of 40 answers are right: by chance, other examples would reach 80 %, or fail at 128 as well."""
+    some = [1.0] * 31 + [0.0] * 9
+    n, low, high = effective_context(curve_of({128: [1.0] * 40, 256: some, 512: [0.0] * 40}), 0.8)
+    assert (n, low, high) == (128, 128, 256)
+    n, low, high = effective_context(curve_of({128: [1.0] * 33 + [0.0] * 7, 256: some, 512: some}), 0.8)
+    assert n == 128 and low == NO_LENGTH and high == 512
+    # the same examples are drawn at all lengths: where one fails at both, the lengths are solved together
+    both = curve_of({128: some + [1.0] * 5, 256: some + [1.0] * 5})
+    assert {effective_context(both, t)[0] for t in (0.7, 0.9)} == {256, NO_LENGTH}
+
+
+def test_curves_of_different_lengths_are_described_by_their_own(capsys):
+    full = [1.0] * 10
+    curves = [curve_of({128: full, 256: full}, "short"), curve_of({128: full, 256: full, 512: full}, "long")]
+    accuracy.print_accuracy(curves, 0.8)
+    lines = capsys.readouterr().out.split("effective context")[1].splitlines()
+    assert [" ".join(x.split()) for x in lines[1:]] == [
+        "short none >= 256 [>= 256, >= 256]",
+        "long none >= 512 [>= 512, >= 512]",
+    ]
+
+
+# ---- a trained run ----
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory, cache) -> Path:
+    """A folder with runs/rope, trained for 20 steps."""
+    folder = tmp_path_factory.mktemp("smoke")
+    (folder / ".cache").symlink_to(cache)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["test"])
+        run_train("name=rope", "steps=20", "optim.lr=5e-3")
+    return folder
+
+
+@pytest.fixture
+def runs(smoke, monkeypatch) -> Path:
+    monkeypatch.chdir(smoke)
+    monkeypatch.setattr(sys, "argv", ["test"])
+    return smoke
+
+
+def rows_of(task: str, label: str) -> list[Row]:
+    """The rows of this task and label on the disk."""
+    found = [read_curve(file) for file in Path("runs/rope/eval").glob(f"{label}-*.jsonl")]
+    (curve,) = [c for c in found if c.first.task.split()[0] == task]
+    return curve.rows
+
+
+@pytest.mark.parametrize("name", WITH_ANSWER)
+def test_a_run_is_evaluated_printed_and_drawn(name, runs, capsys):
+    """And the accuracy is what the model says, computed here text by text."""
+    run_eval("run=rope", "ctx=[128]", f"task={name}", "documents=2", "dtype=float32")
+    out = capsys.readouterr().out
+    assert "accuracy of the answer in % [95 %]" in out and "n=128, by distance of the answer, tokens" in out
+    assert "effective context: the longest n up to which the accuracy is at least 80 %" in out
+    assert Path(f"runs/rope/eval/ctx128-{name}.png").read_bytes().startswith(b"\x89PNG")
+    run = Run.open("rope", runs="runs", cache=".cache")
+    task = tasks.build(yaml_values("task", name), run.corpus, 128, 2)
+    rows = {r.distance: r for r in rows_of(name, "none")}
+    assert list(rows) == [None, *task.distances(128)]
+    for piece in task.pieces(128):
+        logits = run.model(piece.tokens, change=NO_CHANGE)[:, -piece.targets.shape[1] :]
+        right = (logits.argmax(-1) == piece.targets)[:, piece.scored].float()
+        r = rows[piece.distance]
+        assert r.hits == pytest.approx(right.mean(dim=1).tolist(), abs=1e-4)
+        nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), piece.targets, reduction="none")
+        assert r.loss == pytest.approx(nats[:, piece.scored].mean().item(), rel=1e-4)
+    parts = [rows[d] for d in task.distances(128)]
+    assert rows[None].hits == pytest.approx(np.mean([r.hits for r in parts], axis=0), abs=1e-4)
+    assert rows[None].tokens == sum(r.tokens for r in parts)
+
+
+def test_losses_by_position_of_a_task_with_an_answer_are_refused(runs):
+    with pytest.raises(UserError, match="by_position=True: must be false: a task with an answer"):
+        run_eval("run=rope", "ctx=[128]", "task=recall", "documents=2", "by_position=true")
+
+
+def test_compare_shows_the_accuracies_of_a_task(runs, capsys, monkeypatch):
+    run_eval("run=rope", "ctx=[64]", "documents=2", "task=prefix")
+    for scaling in ("none", "ntk"):
+        run_eval("run=rope", "ctx=[128]", "task=recall", "documents=2", f"scaling={scaling}")
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--task", "recall", "--threshold", "0.5", "--out", "acc.png"])
+    compare.main()
+    out = capsys.readouterr().out
+    assert "accuracy is at least 50 %" in out and "ntk" in out and "bits/byte" not in out
+    assert Path("runs/acc.png").read_bytes().startswith(b"\x89PNG")
+    found = [read_curve(file) for file in Path("runs/rope/eval").glob("*.jsonl")]
+    texts = rows_of("recall", "ntk")[0].texts
+    assert {"none", "window", "ntk"} <= {c.label for c in select(found, texts)}
+    assert "--task matches: no curve of this task" in error_of(compare.main, ["--task", "matches"], monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("task.threshold=0", r"task\.threshold=0: must be above 0 and at most 1"),
+        ("task.queries=9", r"task\.queries=9: must be from 1 to 8"),
+        ("task.key=0", r"task\.key=0: must be from 1 to 16 letters"),
+        ("ctx=[64]", r"ctx=\[64\]: must be at least 128 with task=recall"),
+    ],
+)
+def test_wrong_knobs_of_a_task_are_one_line(setting, message, runs):
+    with pytest.raises(UserError, match=message) as error:
+        run_eval("run=rope", "ctx=[128]", "task=recall", "documents=2", setting)
+    assert "\n" not in str(error.value)
