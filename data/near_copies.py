@@ -6,30 +6,8 @@ document (measure/tasks/matched.py).
 
 import numpy as np
 
-from data.corpus import Corpus, HeldOut
-
 NGRAM = 8
 CHUNK = 2**24  # tokens of the training stream that are compared at a time
-
-
-def copied_tokens(corpus: HeldOut) -> list[np.ndarray]:
-    """For each held-out document bool [N]: whether the 8-gram that ends with this token occurs in the training text.
-
-    All False for a Hugging Face model, whose training text is not known. The result is stored in the corpus's folder,
-    since a large corpus takes minutes.
-    """
-    documents = [d.tokens for d in corpus.held_out]
-    ends = np.cumsum([len(tokens) for tokens in documents])
-    if not isinstance(corpus, Corpus):
-        return [np.zeros(len(tokens), dtype=bool) for tokens in documents]
-    file = corpus.folder / "copied.bin"
-    flags = np.fromfile(file, dtype=bool) if file.exists() else np.zeros(0, dtype=bool)
-    if len(flags) != ends[-1]:
-        flags = np.concatenate(find_copies(corpus.train, documents))
-        temporary = file.with_suffix(".tmp")
-        flags.tofile(temporary)
-        temporary.replace(file)
-    return np.split(flags, ends[:-1])
 
 
 def find_copies(train: np.ndarray, documents: list[np.ndarray]) -> list[np.ndarray]:

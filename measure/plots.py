@@ -43,25 +43,19 @@ def mark(ax: Any, n: float, text: str) -> None:
                 color="#666666", fontsize=9)  # fmt: skip
 
 
-def end_labels(
-    ax: Any, ends: list[tuple[float, str, str]], space: int = 28, styles: dict[str, Any] | None = None
-) -> None:
+def end_labels(ax: Any, ends: list[tuple[float, str, str]], space: int = 28) -> dict[str, float]:
     """Write the name of each line at its right end; labels that would overlap are moved apart.
 
-    ends: (y in data coordinates, text, colour) of each line. space: distance from the axes in points. styles: text ->
-    line style; a short piece of the line is then drawn before its name, to distinguish lines of the same colour.
+    ends: (y in data coordinates, text, colour) of each line. space: distance from the axes in points. Returns the
+    height of each label, as a share of the axes.
     """
     to_axes = ax.transScale + ax.transLimits
-    gap, low = 0.042, -np.inf
+    gap, low, heights = 0.042, -np.inf, {}
     for y, text, color in sorted(ends):
-        at = to_axes.transform((1, y))[1]
-        low = max(at, low + gap)
-        if styles:
-            ax.plot([1.015, 1.06], [low, low], color=color, linestyle=styles[text], linewidth=1.6,
-                    transform=ax.transAxes, clip_on=False)  # fmt: skip
-        start = 1.06 if styles else 1
-        ax.annotate(text, (start, low), xycoords="axes fraction", xytext=(space, 0), textcoords="offset points",
+        heights[text] = low = max(to_axes.transform((1, y))[1], low + gap)
+        ax.annotate(text, (1, low), xycoords="axes fraction", xytext=(space, 0), textcoords="offset points",
                     color=color, fontsize=9, va="center", annotation_clip=False)  # fmt: skip
+    return heights
 
 
 def save(fig: Any, path: Path) -> None:

@@ -135,7 +135,11 @@ def over_lengths(rows: Rows, curves: list[tuple[str, str, str, str, Any]], title
         ax, sorted({row["n"] for row in rows if row["label"] == "window" and row["part"] == "encodings"})
     )
     perplexity_axis(ax)
-    plots.end_labels(ax, ends, space=6, styles={name: style for _, _, name, _, style in curves})
+    heights = plots.end_labels(ax, ends, space=34)
+    for _, _, name, color, style in curves:  # a piece of the line before its name, for lines of the same colour
+        if name in heights:
+            ax.plot([1.015, 1.06], [heights[name]] * 2, color=color, linestyle=style, linewidth=1.6,
+                    transform=ax.transAxes, clip_on=False)  # fmt: skip
     ax.set_xlabel("context length n (tokens)")
     shown = {run for run, *_ in curves}
     bands = describe_bands([row for row in rows if run_of(row) in shown])

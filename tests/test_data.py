@@ -10,7 +10,7 @@ import torch
 
 from conf.errors import UserError
 from conf.registry import choices, load_kind, yaml_values
-from data import batches, corpus as corpora, tokenizer
+from data import batches, corpus as corpora, preparation, tokenizer
 from data.batches import batch
 from data.corpora import sympy
 from data.held_out import long_documents, validation_windows
@@ -45,10 +45,20 @@ def test_sympy_says_what_to_install_when_it_differs(monkeypatch):
 
 def test_split_holds_out_whole_documents_from_the_longest_down():
     documents = [(f"d{i}", "x" * (i + 1)) for i in range(10)]
-    train, held_out = corpora.split(documents, 3)
+    train, held_out = preparation.split(documents, 3)
     assert [name for name, _ in held_out] == ["d9", "d6", "d3"]
     assert sorted(train + held_out) == sorted(documents)
-    assert len(corpora.split(documents, 100)[1]) == 4
+    assert len(preparation.split(documents, 100)[1]) == 4
+
+
+def test_a_corpus_says_which_tokens_repeat_training_text(docs):
+    corpus = corpora.prepare(TEXT, ".cache")
+    train = corpus.train.tolist()
+    grams = {tuple(train[i : i + 8]) for i in range(len(train) - 7)}
+    for document in corpus.held_out:
+        tokens = document.tokens.tolist()
+        assert document.copied.tolist() == [tuple(tokens[max(0, i - 7) : i + 1]) in grams for i in range(len(tokens))]
+    assert any(document.copied.any() for document in corpus.held_out)
 
 
 def test_default_corpus_has_room_for_long_contexts(here):
@@ -156,7 +166,7 @@ def test_bad_globs_and_files(docs, files, content, message):
 
 def test_documents_tokenised_in_parts_give_the_same_corpus(docs, monkeypatch):
     at_once = corpora.prepare(TEXT, "one").train
-    monkeypatch.setattr(corpora, "DOCUMENTS_AT_ONCE", 3)
+    monkeypatch.setattr(preparation, "DOCUMENTS_AT_ONCE", 3)
     in_parts = corpora.prepare(TEXT, "two").train
     assert len(at_once) > 100 and np.array_equal(at_once, in_parts)
 

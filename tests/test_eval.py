@@ -21,7 +21,7 @@ from conf.errors import UserError
 from conf.registry import choices, yaml_values
 from data import corpus as corpora
 from data.corpus import Corpus
-from data.near_copies import copied_tokens
+from data.near_copies import find_copies
 from engine import checkpoint
 from engine.run import Run
 from measure import curves, evaluation, tasks
@@ -229,11 +229,12 @@ def test_windows_without_enough_text_before_them_in_every_document_are_left_out(
     assert f"({len(task.far)} at n > 2048)" in task.describe()
 
 
-def with_training_text(corpus: corpora.HeldOut, train: np.ndarray, folder: Path) -> Corpus:
+def with_training_text(corpus: corpora.HeldOut, train: np.ndarray) -> Corpus:
     """The same documents, of a corpus with this training stream."""
     values = {field.name: getattr(corpus, field.name) for field in dataclasses.fields(corpus)}
-    folder.mkdir()
-    return Corpus(**values, encoding=None, train=train, folder=folder)
+    copied = find_copies(train, [document.tokens for document in corpus.held_out])
+    values["held_out"] = [dataclasses.replace(d, copied=c) for d, c in zip(corpus.held_out, copied, strict=True)]
+    return Corpus(**values, encoding=None, train=train)
 
 
 def planned_ends(corpus: corpora.HeldOut, ctx: int) -> np.ndarray:
@@ -241,7 +242,7 @@ def planned_ends(corpus: corpora.HeldOut, ctx: int) -> np.ndarray:
     return Matched(corpus, ctx, 2, scored_tokens=64, windows=4, far_windows=1).ends
 
 
-def test_windows_are_moved_away_from_near_copies_of_training_text(tmp_path):
+def test_windows_are_moved_away_from_near_copies_of_training_text():
     """The second window of document 0 lies in a copy of 200 tokens, the third in one of 39: 32 of its 64 targets end
     a copied 8-gram, which is not more than half."""
     plain = long_text(10_000, 8_000)
@@ -249,11 +250,11 @@ def test_windows_are_moved_away_from_near_copies_of_training_text(tmp_path):
     second, third = planned[0, 1], planned[0, 2]
     copies = [tokens[second - 180 : second + 20], tokens[third - 39 : third]]
     train = np.concatenate([np.full(50, 20_000), copies[0], np.full(9, 20_001), copies[1], np.full(9, 20_002)])
-    corpus = with_training_text(plain, train, tmp_path / "corpus")
+    corpus = with_training_text(plain, train)
     ends = Matched(corpus, 256, 2, scored_tokens=64, windows=4, far_windows=1).ends
     # 173 of the 180 tokens end a copied 8-gram: after two moves 45 of the 64 do, after three none
     assert (ends - planned).tolist() == [[0, -192, 0, 0], [0, 0, 0, 0]]
-    one_more = with_training_text(plain, np.concatenate([train, tokens[third - 40 : third]]), tmp_path / "more")
+    one_more = with_training_text(plain, np.concatenate([train, tokens[third - 40 : third]]))
     assert Matched(one_more, 256, 2, 64, 4, 1).ends[0, 2] == third - 64
     for found in (corpus, one_more):
         grams = {tuple(found.train[i : i + 8]) for i in range(len(found.train) - 7)}
@@ -265,28 +266,16 @@ def test_windows_are_moved_away_from_near_copies_of_training_text(tmp_path):
 
 
 @pytest.mark.parametrize("ctx", [256, 4096])
-def test_a_document_of_near_copies_keeps_its_length_and_its_windows_apart(ctx, tmp_path):
+def test_a_document_of_near_copies_keeps_its_length_and_its_windows_apart(ctx):
     """All of document 0, or all between its first two windows: no place is left for the second one."""
     plain = long_text(10_000, 8_000)
     planned, tokens = planned_ends(plain, ctx), plain.held_out[0].tokens
-    for name, train in (("all", tokens), ("second", tokens[planned[0, 0] : planned[0, 1]])):
-        corpus = with_training_text(plain, train, tmp_path / name)
+    for train in (tokens, tokens[planned[0, 0] : planned[0, 1]]):
+        corpus = with_training_text(plain, train)
         ends = Matched(corpus, ctx, 2, scored_tokens=64, windows=4, far_windows=1).ends
         assert (ends[1] == planned[1]).all() and ends[0, 1] < planned[0, 1]
         assert (np.diff([0, *ends[0]]) >= 64).all()  # no target is scored two times
         assert ((ends[0] > ctx) == (planned[0] > ctx)).all()
-
-
-def test_near_copies_are_stored_with_the_corpus(tmp_path):
-    plain = long_text(300, 200)
-    corpus = with_training_text(plain, plain.held_out[1].tokens[50:100], tmp_path / "corpus")
-    first = copied_tokens(corpus)
-    assert [int(flags.sum()) for flags in first] == [0, 43] and first[1][57:100].all()
-    no_training_text = dataclasses.replace(corpus, train=corpus.train[:0])  # read from the file, not computed again
-    assert [flags.tolist() for flags in copied_tokens(no_training_text)] == [flags.tolist() for flags in first]
-    (tmp_path / "corpus/copied.bin").write_bytes(b"\0")  # of another corpus, or an incomplete file
-    assert [flags.tolist() for flags in copied_tokens(corpus)] == [flags.tolist() for flags in first]
-    assert [int(flags.sum()) for flags in copied_tokens(plain)] == [0, 0]  # of a Hugging Face model
 
 
 # ---- rows, intervals and controls ----

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from conf.errors import check
-from data.corpus import HeldOut
+from data.corpus import Document, HeldOut
 from data.held_out import long_documents
-from data.near_copies import copied_tokens
 from measure.tasks import Piece, Task
 
 NEAR = 2048  # tokens: up to this length all windows are scored, at longer ones `far_windows` of them
@@ -31,22 +30,23 @@ class Matched(Task):
         self.ctx, self.scored_tokens, self.shortest, self.minimum = ctx, scored_tokens, scored_tokens, scored_tokens
         self.documents = long_documents(corpus, ctx, documents)
         self.names = [d.name for d in self.documents]
-        copied = {d.name: flags for d, flags in zip(corpus.held_out, copied_tokens(corpus), strict=True)}
-        self.ends = np.array([self._ends(copied[d.name], windows, ctx) for d in self.documents])  # [documents, windows]
+        self.ends = np.array(
+            [self._ends(document, windows, ctx) for document in self.documents]
+        )  # [documents, windows]
         near, far = (np.flatnonzero((self.ends > n).all(axis=0)) for n in (min(ctx, NEAR), ctx))
         middle = (np.arange(far_windows) + 0.5) / far_windows * len(far)  # of far_windows equal parts
         self.near, self.far = near.tolist(), sorted({int(far[int(i)]) for i in middle})
 
-    def _ends(self, copied: np.ndarray, windows: int, ctx: int) -> list[int]:
-        """The end of each window in a document, evenly spread, without the near-copies. copied: bool [N]"""
-        N, s = len(copied), self.scored_tokens
+    def _ends(self, document: Document, windows: int, ctx: int) -> list[int]:
+        """The end of each window in a document, evenly spread, without near-copies of training text."""
+        N, s, copied = len(document.tokens), self.scored_tokens, document.copied
         planned = np.linspace(min(NEAR, N // 2), N, windows + 1).round().astype(int)
         ends = []
         for previous, planned_end in itertools.pairwise(planned):
             end = int(planned_end)
             # So that no target is scored twice, and a long document stays long enough
             lowest = max(previous + s, ctx + 1 if end > ctx else 0) + s
-            while copied[end - s : end].mean() > COPIED and end >= lowest:
+            while copied is not None and end >= lowest and copied[end - s : end].mean() > COPIED:
                 end -= s
             ends.append(end)
         return ends

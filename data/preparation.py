@@ -1,0 +1,75 @@
+"""Preparing a corpus: split the documents, train the tokenizer, write the files that data/corpus.py opens."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from conf.errors import UserError
+from data import tokenizer
+from data.corpus import FILES, sha256
+from data.near_copies import find_copies
+
+DOCUMENTS_AT_ONCE = 1024  # tokenised together: in Python's lists tokens take 10 times the memory of those in the file
+
+
+def build(folder: Path, cfg: dict, documents: list[tuple[str, str]]) -> None:
+    """Write the corpus of cfg (a yaml of conf/data) to `folder`. documents: (name, text). UserError if it cannot be.
+
+    Built in a temporary folder and renamed, so that a killed process or a full disk leaves no incomplete folder.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary:
+            _write(Path(temporary, "corpus"), cfg, documents)
+            Path(temporary, "corpus").rename(folder)
+    except OSError as e:
+        if not folder.exists():  # else another process was first with the same files
+            raise UserError(f"cache={folder.parent}: cannot write {folder}: {e.strerror or e}") from None
+
+
+def split(documents: list[tuple[str, str]], holdout: int) -> tuple[list, list]:
+    """Split (name, text) pairs into (training documents, held-out documents); no document is cut.
+
+    In the order of decreasing length, every third document is held out, until there are `holdout`. So many held-out
+    documents are long enough for long contexts, and the training documents have similar lengths and content.
+    """
+    longest_first = sorted(documents, key=lambda d: (-len(d[1]), d[0]))
+    held_out = longest_first[0::3][:holdout]
+    names = {name for name, _ in held_out}
+    return [d for d in documents if d[0] not in names], held_out
+
+
+def _write(folder: Path, cfg: dict, documents: list[tuple[str, str]]) -> None:
+    """Split and tokenise the documents and write the files of the corpus to a new folder."""
+    train, held_out = split(documents, cfg["holdout"])
+    if not train or not held_out:
+        n = len(documents)
+        raise UserError(f"data: {n} documents with text: at least 2 are needed, as whole ones are held out")
+    encoding = tokenizer.build(cfg["tokenizer"], cfg["vocab_size"], (text for _, text in train))
+    dtype = np.dtype(np.uint16 if encoding.n_vocab <= 2**16 else np.uint32)
+    folder.mkdir()
+    with (folder / "train.bin").open("wb") as f:
+        for start in range(0, len(train), DOCUMENTS_AT_ONCE):
+            texts = [text for _, text in train[start : start + DOCUMENTS_AT_ONCE]]
+            for tokens in encoding.encode_ordinary_batch(texts):
+                f.write(np.array([*tokens, encoding.eot_token], dtype=dtype).tobytes())
+        n_tokens = f.tell() // dtype.itemsize
+    held_out_tokens = [np.array(t, dtype=dtype) for t in encoding.encode_ordinary_batch([text for _, text in held_out])]
+    np.concatenate(held_out_tokens).tofile(folder / "val.bin")
+    stream = np.memmap(folder / "train.bin", dtype=dtype, mode="r")
+    np.concatenate(find_copies(stream, held_out_tokens)).tofile(folder / "copied.bin")
+    tokenizer.save(encoding, folder)
+    meta = {
+        "dtype": dtype.name,
+        "held_out": [[name, len(tokens)] for (name, _), tokens in zip(held_out, held_out_tokens, strict=True)],
+        "sha256": {name: sha256(folder / name) for name in FILES},
+    }
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+    print(
+        f"data: {len(train)} training documents ({n_tokens:,} tokens), "
+        f"{len(held_out)} held out ({sum(map(len, held_out_tokens)):,} tokens), vocabulary {encoding.n_vocab}",
+        file=sys.stderr,
+    )
