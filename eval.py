@@ -20,7 +20,7 @@ from conf.hydra_patches import exp_selects_runs, run_main, sweep_job
 from engine import device as devices, distributed
 from engine.run import Run
 from engine.tracking import tracker
-from measure.curves import Curve, Row, controls, read_curve, select
+from measure.curves import Curve, Row, align, controls, read_curve, select
 from measure.evaluation import NONE, WINDOW, Evaluation, Method, requested_method
 from measure.statistics import gain
 from model import spectrum
@@ -58,11 +58,12 @@ def evaluate(cfg: EvalConfig) -> None:
     missing = {m.label: evaluation.missing_lengths(m, cfg.fresh) for m in methods}
     lengths = [n for ns in missing.values() for n in ns]
     with evaluation.running(lengths, more_tokens=breakdowns.tokens if breakdowns else 0):
-        curves = {m.label: evaluation.curve(m, cfg.fresh) for m in methods}
+        measured = [evaluation.curve(m, cfg.fresh) for m in methods]
         if breakdowns:
             breakdowns.measure()
 
     # ---- show: tables, wandb, figure ----
+    curves = {c.label: c for c in align(measured)}
     view = importlib.import_module("measure.accuracy" if evaluation.task.accuracy else "measure.losses")
     view.print_curves(evaluation.task, *curves.values())
     if distributed.rank() > 0:

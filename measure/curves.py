@@ -4,6 +4,7 @@ A curve is a file runs/NAME/eval/*.jsonl with one row for each length.
 """
 
 import json
+import math
 import typing
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -158,7 +159,28 @@ def select(curves: Sequence[Curve], texts: str, targets: dict[int, str] | None =
         if c.first.weights == weights[c.run]:
             chosen[c.run, c.label] = c  # a longer one, or of the same length a newer one, replaces the earlier one
     order = {"none": 0, "window": 1}
-    return sorted(chosen.values(), key=lambda c: (c.run, order.get(c.label, 2), c.label))
+    return align(sorted(chosen.values(), key=lambda c: (c.run, order.get(c.label, 2), c.label)))
+
+
+def align(curves: Iterable[Curve]) -> list[Curve]:
+    """The curves with losses that can be compared between lengths, although long ones score fewer windows.
+
+    A row with fewer windows than no scaling at the trained context L gets as its loss: the loss of no scaling at L on
+    all windows, plus the difference between the two on the windows that both have. Without such a row nothing changes.
+    """
+    curves = list(curves)
+    at_L = {c.run: c.by_length().get(c.first.extended_ctx) for c in curves if c.label == "none"}
+    return [replace(c, rows=[_aligned(row, at_L.get(c.run)) for row in c.rows]) for c in curves]
+
+
+def _aligned(row: Row, reference: Row | None) -> Row:
+    if not reference or not {*row.windows} < {*reference.windows} or row.hits:
+        return row
+    difference = row.document_losses(row.windows) - reference.document_losses(row.windows)
+    loss = reference.loss + float(difference.mean())
+    low, high = (x + loss - row.loss for x in (row.low, row.high))
+    bits_per_byte = loss * reference.tokens / math.log(2) / reference.bytes
+    return replace(row, loss=loss, low=low, high=high, ppl=math.exp(min(loss, 700)), bits_per_byte=bits_per_byte)
 
 
 def controls(curves: Iterable[Curve]) -> dict[str, dict[int, Row]]:

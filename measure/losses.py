@@ -34,7 +34,7 @@ def print_curves(task: Task, none: Curve, window: Curve, *others: Curve) -> None
     if any(bar.label != "window" for bar in bars):
         print(f"t: the better control is truncation: only the last {bars[-1].window or bars[-1].n} tokens are given")
     if len({len(row.windows) for row in none.rows}) > 1:
-        print("rows with fewer windows score a part of the targets; gains compare the windows that both rows have")
+        print("long lengths score fewer windows: their losses are those at L plus the difference on these windows")
     if requested.rows[-1].n > extended and requested.label != "window":
         print("\n" + verdict(requested.rows[-1], bars[-1]))
     inside = [i for i, row in enumerate(requested.rows) if row.n <= L]

@@ -22,7 +22,7 @@ from conf.registry import ROOT, choices
 from measure import plots
 from measure.plots import CONTROL, OKABE_ITO
 from studies.matrix import EXTENSIONS
-from studies.rows import Rows, read_rows, run_of, seeds_of
+from studies.rows import Rows, mean_losses, read_both, run_of, seeds_of
 from studies.spectrum import base_bound, scale_matched_base
 
 HEAD_DIM = 64  # of every size of the study
@@ -65,11 +65,8 @@ def style_of(name: str) -> tuple[str, Any]:
 
 def seed_losses(rows: Rows, run: str, label: str) -> dict[int, np.ndarray]:
     """n -> the losses of all seeds, nats per token [seeds]."""
-    losses = defaultdict(list)
-    for row in rows:
-        if (run_of(row), row["label"]) == (run, label):
-            losses[row["n"]].append(row["loss"])
-    return {n: np.array(values) for n, values in sorted(losses.items())}
+    ns = sorted({row["n"] for row in rows if (run_of(row), row["label"]) == (run, label)})
+    return {n: np.array(list(mean_losses(rows, run, label, n).values())) for n in ns}
 
 
 def describe_bands(rows: Rows) -> str:
@@ -276,12 +273,15 @@ FIGURES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description="The figures of the study, from the rows of the matrix")
     parser.add_argument("--rows", default=str(ROOT / "results/matrix.jsonl"), help="the rows that studies.matrix wrote")
+    old_rows = str(ROOT / "results/matrix-last64.jsonl")
+    parser.add_argument("--old-rows", default=old_rows, help="rows of earlier targets, for figures without new rows")
     parser.add_argument("--out", default=str(ROOT / "results"), help="the folder to write to")
     args = parser.parse_args()
-    rows = read_rows(Path(args.rows))
+    files = read_both(args.rows, args.old_rows)
     plt.rcParams["svg.hashsalt"] = "ropewalk"  # the same rows give the same file
     for name, (draw, part) in FIGURES.items():
-        if not any(row["part"] == part for row in rows):
+        rows = next((rows for rows in files if any(row["part"] == part for row in rows)), None)
+        if rows is None:
             print(f"{name}: no rows yet")
             continue
         for suffix in ("png", "svg"):

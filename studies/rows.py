@@ -83,6 +83,22 @@ def per_document(values: Losses) -> np.ndarray:
     return np.stack([np.mean(list(windows.values()), axis=0) for windows in values.values()])
 
 
+def mean_losses(rows: Rows, run: str, label: str, n: int) -> dict[int, float]:
+    """seed -> the mean loss over all windows, nats per token.
+
+    Where a row has fewer windows than no scaling at L: the loss of no scaling at L on all windows, plus the difference
+    between the two on the windows that both have (`align` of measure/curves.py), so that lengths can be compared.
+    """
+    L = next((row["train_ctx"] for row in rows if run_of(row) == run), n)
+    at_L, means = losses(rows, run, "none", L), {}
+    for seed, windows in losses(rows, run, label, n).items():
+        means[seed] = float(np.mean(list(windows.values())))
+        if windows.keys() < at_L.get(seed, {}).keys():
+            common = np.mean([at_L[seed][window] for window in windows])
+            means[seed] += float(np.mean(list(at_L[seed].values())) - common)
+    return means
+
+
 def bar(rows: Rows, run: str, n: int) -> tuple[Losses, str]:
     """(losses of the better of the two controls at n > L, its name); ({}, "") if there are no rows.
 

@@ -13,7 +13,18 @@ from conf.errors import user_errors_in_one_line
 from measure.mixed_effects import Estimate, estimate
 from studies.claims import OLD, interval_text, q_text, with_q
 from studies.matrix import EXTENSIONS
-from studies.rows import Rows, bar, by_window, losses, minus, per_document, report_command, run_of, seeds_of
+from studies.rows import (
+    Rows,
+    bar,
+    by_window,
+    losses,
+    mean_losses,
+    minus,
+    per_document,
+    report_command,
+    run_of,
+    seeds_of,
+)
 
 HEAD = """# The rows of the matrix as tables
 
@@ -68,9 +79,8 @@ def mean_and_range(values: list[float], show: Callable[[float], str]) -> str:
 
 
 def seed_means(rows: Rows, run: str, label: str, n: int) -> list[float]:
-    """The mean loss of each seed, nats per token."""
-    values = losses(rows, run, label, n)
-    return per_document(values).mean(axis=1).tolist() if values else []
+    """The mean loss of each seed over all windows, nats per token."""
+    return list(mean_losses(rows, run, label, n).values())
 
 
 def perplexity(rows: Rows, run: str, label: str, n: int) -> str:
