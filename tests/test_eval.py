@@ -472,6 +472,20 @@ def test_the_losses_of_single_targets_stand_beside_the_curve(tmp_path):
 # ---- trained runs ----
 
 
+def test_lengths_that_score_fewer_windows_are_shown_on_the_level_of_all_windows():
+    """Two documents of two windows, 10 tokens each: window 1 costs 2 nats per token more than window 0."""
+    at_L = row([10, 30, 20, 40], n=256, tokens=40, documents=2, windows=[0, 1], label="none", loss=2.5, bytes=80)
+    far = row([35, 45], n=4096, tokens=20, documents=2, windows=[1], label="none", loss=4.0, low=3.0, high=5.0)
+    none = Curve([dataclasses.replace(x, extended_ctx=256) for x in (at_L, far)])
+    (aligned,) = curves.align([none])
+    assert aligned.first == none.first  # nothing changes where all windows are scored
+    assert aligned.rows[1].loss == pytest.approx(2.5 + 0.5)  # 0.5 nats per token worse on the window that both have
+    assert (aligned.rows[1].low, aligned.rows[1].high) == pytest.approx((2.0, 4.0))
+    assert aligned.rows[1].ppl == pytest.approx(math.exp(3)) and aligned.rows[1].nll == far.nll
+    assert aligned.rows[1].bits_per_byte == pytest.approx(3 * 40 / 80 / math.log(2))
+    assert curves.align([Curve(none.rows[1:])]) == [Curve(none.rows[1:])]  # no row at L to compare with
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, cache):
     """Three smoke runs: rope (trained long enough to beat a unigram model), alibi and learned."""
