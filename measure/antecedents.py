@@ -26,7 +26,12 @@ def antecedent_groups(evaluation: Evaluation) -> Groups:
         ]
     )  # [documents, windows, scored]
     group = np.where(distances == 0, 0, 1 + np.searchsorted(edges, distances, side="right"))
-    return Groups("antecedent", ["none", *(f"< {edge}" for edge in edges), f">= {edges[-1]}"], group)
+    return Groups(
+        "antecedent",
+        "tokens back to the antecedent",
+        ["none", *(f"< {edge}" for edge in edges), f">= {edges[-1]}"],
+        group,
+    )
 
 
 def antecedents(tokens: np.ndarray, n: int = NGRAM) -> np.ndarray:

@@ -23,6 +23,7 @@ class Groups:
     """A partition of the targets."""
 
     title: str  # antecedent, key_tokens: part of file names
+    axis: str  # what the groups are, for the figure
     names: list[str]
     group: np.ndarray  # int [documents, windows, scored]: the group of each target of the windows scored up to NEAR
 
@@ -142,7 +143,7 @@ def draw(rows: Sequence[dict[str, Any]], groups: Groups, title: str, path: Path)
     ax.axhline(0, color="#999999", linewidth=1)
     ax.grid(axis="y", alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.set_xlabel(f"{groups.title} (share of the targets)")
+    ax.set_xlabel(f"{groups.axis} (share of the targets)")
     ax.set_ylabel("gain, nats per token")
     ax.legend(fontsize=8, frameon=False)
     ax.set_title(title, fontsize=10, loc="left")

@@ -34,7 +34,7 @@ def key_token_groups(evaluation: Evaluation, reference: str, runs: str) -> Group
         if all(n in rows and rows[n].targets in evaluation.targets.values() for n in (short, long)):
             losses = {n: target_losses(file, rows[n]) for n in (short, long)}  # [documents, windows, scored]
             key = (losses[short] - losses[long] > SAVES) & (losses[long] < BELOW)
-            return Groups("key_tokens", ["others", "key"], key.astype(np.int64))
+            return Groups("key_tokens", f"key tokens, chosen by {reference}", ["others", "key"], key.astype(np.int64))
     settings = f"ctx={evaluation.ctx} documents={len(task.names)}"
     raise UserError(
         f"key_tokens={reference}: not evaluated on these targets: first python eval.py run={reference} {settings}"

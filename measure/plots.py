@@ -27,9 +27,16 @@ PERPLEXITY_TICKS = (1, 2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 200, 500
 
 
 def lengths_axis(ax: Any, ns: list[int]) -> None:
-    """A logarithmic x axis with a tick at each context length in ns (tokens), and no box around the figure."""
+    """A logarithmic x axis with ticks at the context lengths ns (tokens), and no box around the figure.
+
+    Where labels would overlap, powers of two have one and the lengths between them have none.
+    """
     ax.set_xscale("log", base=2)
-    ax.set_xticks(ns)
+    ticks: list[int] = []
+    for n in sorted(ns, key=lambda n: (not np.log2(n).is_integer(), n)):
+        if all(max(n, tick) > 1.35 * min(n, tick) for tick in ticks):
+            ticks.append(n)
+    ax.set_xticks(ticks)
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     ax.minorticks_off()
     ax.grid(axis="y", alpha=0.25)
