@@ -596,7 +596,7 @@ def test_curves_are_reused_and_measured_again_when_asked(runs, capsys, monkeypat
 def test_short_and_long_lengths_share_targets_but_far_windows_are_fewer(runs, capsys):
     run_eval("run=rope", "ctx=[64,2304]", "scaling=pi", "documents=2", "task.windows=4", "task.far_windows=1")
     out = capsys.readouterr().out
-    assert "of 4 windows (1 at n > 2048)" in out and "rows with fewer windows score a part of the targets" in out
+    assert "of 4 windows (1 at n > 2048)" in out and "long lengths score fewer windows" in out
     for label in ("none", "window", "pi"):
         rows = {n: curves_of("rope", n=n, ctx=2304)[label].rows[0] for n in (64, 2304)}
         assert rows[64].windows == [0, 1, 2, 3] and len(rows[2304].windows) == 1
