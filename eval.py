@@ -70,7 +70,7 @@ def evaluate(cfg: EvalConfig) -> None:
         return
     if breakdowns:
         breakdowns.show(curves)
-    bars = controls(curves.values())[run.name]
+    (bars,) = controls(curves.values()).values()  # of this one run, whose folder may have been renamed since
     for method in (m for m in methods if missing[m.label]):
         log_to_wandb(cfg.project, run, method, curves[method.label], bars)
     folder, task = run.folder / "eval", evaluation.task.label.split()[0]

@@ -116,7 +116,8 @@ class Evaluation:
 
     def missing_lengths(self, method: Method, fresh: bool = False) -> list[int]:
         """The lengths that have to be measured for a method's curve. fresh: all of them, in any case."""
-        return [n for n in self.lengths if fresh or n not in self.measured_rows(method)]
+        measured = {} if fresh else self.measured_rows(method)
+        return [n for n in self.lengths if n not in measured]
 
     # ---- while it runs ----
 
