@@ -169,7 +169,9 @@ class ManyProcesses(OneProcess):
         for part in (*model.blocks, model):  # each moves to the device and is sharded before the next
             fully_shard(part, mesh=mesh)
         register_fsdp_forward_method(model, "losses")
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # nobody writes to it
+        warnings.filterwarnings(
+            "ignore", message="FSDP2-wrapped module .* returned a view"
+        )  # harmless: the view is only read
         return model.losses
 
     def no_sync(self, losses: Callable, more: bool) -> AbstractContextManager:

@@ -149,10 +149,8 @@ def select(curves: Sequence[Curve], texts: str, targets: dict[int, str] | None =
     if targets is None:
         count = Counter((row.n, row.targets) for c in curves for row in c.rows if row.texts == texts)
         targets = {n: key for (n, key), _ in reversed(count.most_common())}
-    matching = [
-        replace(c, rows=[x for x in c.rows if x.texts == texts and targets.get(x.n) == x.targets]) for c in curves
-    ]
-    matching = [c for c in matching if c.rows]
+    on = [replace(c, rows=[x for x in c.rows if x.texts == texts and targets.get(x.n) == x.targets]) for c in curves]
+    matching = [c for c in on if c.rows]
     weights = {c.run: c.first.weights for c in sorted(matching, key=lambda c: c.written)}
     chosen: dict[tuple[str, str], Curve] = {}
     for c in sorted(matching, key=lambda c: (c.rows[-1].n, c.written)):
@@ -165,12 +163,15 @@ def select(curves: Sequence[Curve], texts: str, targets: dict[int, str] | None =
 def align(curves: Iterable[Curve]) -> list[Curve]:
     """The curves with losses that can be compared between lengths, although long ones score fewer windows.
 
-    A row with fewer windows than no scaling at the trained context L gets as its loss: the loss of no scaling at L on
-    all windows, plus the difference between the two on the windows that both have. Without such a row nothing changes.
+    The reference is no scaling at the longest length up to the trained context L where it scores most windows. A row
+    with fewer windows gets as its loss: that of the reference on all windows, plus the difference between the two on
+    the windows that both have. Without such a row nothing changes.
     """
-    curves = list(curves)
-    at_L = {c.run: c.by_length().get(c.first.extended_ctx) for c in curves if c.label == "none"}
-    return [replace(c, rows=[_aligned(row, at_L.get(c.run)) for row in c.rows]) for c in curves]
+    curves, references = list(curves), {}
+    for c in curves:
+        if c.label == "none" and (inside := [row for row in c.rows if row.n <= c.first.extended_ctx]):
+            references[c.run] = max(inside, key=lambda row: (len(row.windows), row.n))
+    return [replace(c, rows=[_aligned(row, references.get(c.run)) for row in c.rows]) for c in curves]
 
 
 def _aligned(row: Row, reference: Row | None) -> Row:

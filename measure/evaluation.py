@@ -95,6 +95,8 @@ class Evaluation:
         """
         for piece in self.task.pieces(n):
             identity.update(piece.scored_targets().tobytes())
+            # The inputs of a task with an answer do not follow from the names of documents
+            identity.update(piece.tokens.numpy().tobytes() if self.task.accuracy else b"")
         return identity.hexdigest()[:12]
 
     def curve_file(self, method: Method) -> Path:
@@ -131,8 +133,10 @@ class Evaluation:
         tokens = sum(costs[n] for n in lengths) + more_tokens
         self.bar = progress_bar(tokens, hidden=not tokens)
         with StopSignal() as self.stop, distributed.ranks().exit_if_a_rank_dies(self.stop), torch.inference_mode():
-            yield
-        self.bar.close()
+            try:
+                yield
+            finally:
+                self.bar.close()
 
     # ---- losses ----
 
@@ -224,7 +228,6 @@ def add_rows(file: Path, rows: list[Row], losses: np.ndarray) -> None:
     """
     first = rows[0]
     write_atomically(losses_file(file, first), lambda f: np.save(f, losses))
-    others = [
-        x for x in (read_curve(file).rows if file.exists() else []) if (x.n, x.targets) != (first.n, first.targets)
-    ]
+    before = read_curve(file).rows if file.exists() else []
+    others = [row for row in before if (row.n, row.targets) != (first.n, first.targets)]
     write_jsonl(file, sorted([*others, *rows], key=lambda row: row.n))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from conf.errors import UserError
+from conf.errors import UserError, check
 from engine.tracking import tracker
 from measure.curves import Curve, Row, better_control, losses_file, write_jsonl
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
@@ -32,7 +32,8 @@ def report(evaluation: Evaluation, curves: dict[str, Curve], method: Method, gro
     """Print the table of a method's gains by group, write rows and picture to runs/NAME/eval/groups, log to wandb."""
     rows = group_rows(evaluation, curves, method, groups)
     print_groups(rows, groups, method.label)
-    key = hashlib.sha256(f"{evaluation.curve_file(method).name} {groups.names}".encode()).hexdigest()[:8]
+    identity = f"{evaluation.curve_file(method).name} {evaluation.targets} {groups.axis} {groups.names}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:8]
     name = f"{groups.title}-{method.label.replace(' ', '-')}-ctx{evaluation.ctx}-{key}"
     folder, run = evaluation.run.folder / "eval" / "groups", evaluation.run
     write_jsonl(folder / f"{name}.jsonl", rows)
@@ -49,6 +50,8 @@ def matched_task(evaluation: Evaluation, setting: str) -> Matched:
     """The task of the evaluation. UserError unless it is `matched`, whose targets have a place in a document."""
     if not isinstance(evaluation.task, Matched):
         raise UserError(f"{setting}: is for task=matched only, and this is task={evaluation.task.label}")
+    L = evaluation.run.context.longest_trained_ctx
+    check(evaluation.lengths[-1] > L, "ctx", evaluation.ctx, f"above the trained context {L}: {setting} shows gains")
     return evaluation.task
 
 
@@ -90,8 +93,6 @@ def group_rows(evaluation: Evaluation, curves: dict[str, Curve], method: Method,
                  "share": round(float(inside.mean()), 4), "loss": ratio(loss, counts)[0],
                  "control": ratio(reference, counts)[0], "gain": mean, "low": low, "high": high}
             )  # fmt: skip
-    if not rows:
-        raise UserError(f"ctx={evaluation.ctx}: no length above the trained context, so there are no gains to show")
     return rows
 
 

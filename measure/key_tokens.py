@@ -26,8 +26,11 @@ def key_token_groups(evaluation: Evaluation, reference: str, runs: str) -> Group
     """
     task, run = matched_task(evaluation, f"key_tokens={reference}"), evaluation.run
     check(reference != run.name, "key_tokens", reference, "another run than the evaluated one")
-    for file in sorted(Path(runs, reference, "eval").glob("none-*.jsonl")):
+    files = Path(runs, reference, "eval").glob("none-*.jsonl")
+    for file in sorted(files, key=lambda file: -file.stat().st_mtime):  # the newest weights first
         curve = read_curve(file)
+        if curve.label != "none":  # such as `none + logn`
+            continue
         rows, short, long = curve.by_length(), curve.first.train_ctx, curve.first.extended_ctx
         right = f"a run that was fine-tuned at more than {short} and at most {NEAR} tokens"
         check(short < long <= NEAR, "key_tokens", reference, right)

@@ -40,6 +40,8 @@ def read_rows(path: Path) -> Rows:
         rows = []
     if not rows:
         raise UserError(f"{path}: not rows that studies.matrix wrote")
+    if len({row["texts"] for row in rows if "texts" in row}) > 1:
+        raise UserError(f"{path}: its rows are on different texts, such as other documents, and cannot be compared")
     return rows
 
 

@@ -213,7 +213,7 @@ def test_windows_are_spread_over_a_document_and_do_not_overlap():
 def test_far_windows_are_among_the_near_ones_and_score_the_same_targets(far_windows):
     task = Matched(long_text(40_000, 12_000), 8192, 2, scored_tokens=64, windows=8, far_windows=far_windows)
     near, far = task.windows(256), task.windows(8192)
-    assert task.windows(NEAR) == near == list(range(8)) and task.windows(NEAR + 1) == far
+    assert task.windows(NEAR) == near == list(range(8)) and len(task.windows(NEAR + 1)) == far_windows
     assert len(far) == far_windows and set(far) < set(near) and (task.ends[:, far] > 8192).all()
     short, long = (task.pieces(n)[0] for n in (256, 8192))
     rows = [8 * document + window for document in range(2) for window in far]
@@ -224,9 +224,24 @@ def test_far_windows_are_among_the_near_ones_and_score_the_same_targets(far_wind
 def test_windows_without_enough_text_before_them_in_every_document_are_left_out():
     task = Matched(long_text(9000, 3000), 2500, 2, scored_tokens=64, windows=8, far_windows=8)
     assert task.near == [w for w in range(8) if (task.ends[:, w] > NEAR).all()]
-    assert task.far == [w for w in range(8) if (task.ends[:, w] > 2500).all()] and task.far[-1] == 7
-    assert len(task.far) < len(task.near)
-    assert f"({len(task.far)} at n > 2048)" in task.describe()
+    far = task.windows(2500)
+    assert far == [w for w in range(8) if (task.ends[:, w] > 2500).all()] and far[-1] == 7
+    assert len(far) < len(task.near) < 8
+    assert f"{len(task.near)} of 8 planned windows ({len(far)} at n=2500)" in task.describe()
+
+
+def test_long_lengths_share_windows_whatever_the_longest_length_is():
+    corpus = long_text(40_000, 12_000)
+    for windows, far_windows in ((8, 2), (8, 3), (5, 2)):
+        tasks = [Matched(corpus, ctx, 2, 64, windows, far_windows) for ctx in (4096, 8192)]
+        assert (tasks[0].ends == tasks[1].ends).all() and tasks[0].windows(4096) == tasks[1].windows(4096)
+        assert len(tasks[0].windows(4096)) == len(tasks[1].windows(8192)) == far_windows
+
+
+@pytest.mark.parametrize("length, want", [(1000, 7), (600, 4), (200, 1)])
+def test_windows_do_not_overlap_in_a_short_document(length, want):
+    task = Matched(long_text(length, 9000), 64, 2, scored_tokens=64, windows=8, far_windows=2)
+    assert task.planned == want and (np.diff(task.ends, axis=1) >= 64).all()
 
 
 def with_training_text(corpus: corpora.HeldOut, train: np.ndarray) -> Corpus:
@@ -596,7 +611,7 @@ def test_curves_are_reused_and_measured_again_when_asked(runs, capsys, monkeypat
 def test_short_and_long_lengths_share_targets_but_far_windows_are_fewer(runs, capsys):
     run_eval("run=rope", "ctx=[64,2304]", "scaling=pi", "documents=2", "task.windows=4", "task.far_windows=1")
     out = capsys.readouterr().out
-    assert "of 4 windows (1 at n > 2048)" in out and "long lengths score fewer windows" in out
+    assert "of 4 windows (1 at n=2304)" in out and "long lengths score fewer windows" in out
     for label in ("none", "window", "pi"):
         rows = {n: curves_of("rope", n=n, ctx=2304)[label].rows[0] for n in (64, 2304)}
         assert rows[64].windows == [0, 1, 2, 3] and len(rows[2304].windows) == 1

@@ -112,7 +112,7 @@ def test_groups_by_antecedent_partition_the_targets(tmp_path):
     assert set(np.unique(groups.group)) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("ctx, last", [(64, ["< 64", ">= 64"]), (300, ["< 256", "< 300", ">= 300"])])
+@pytest.mark.parametrize("ctx, last", [(100, ["< 64", "< 100", ">= 100"]), (300, ["< 256", "< 300", ">= 300"])])
 def test_the_last_edge_is_the_longest_length(ctx, last, tmp_path):
     found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, f"ctx={ctx}", *SETTINGS[1:])
     assert antecedent_groups(found).names[-len(last) :] == last and list(EDGES) == sorted(EDGES)
@@ -159,7 +159,7 @@ def test_far_lengths_use_the_groups_of_their_windows(tmp_path):
     settings = ("ctx=[64,2304]", "documents=2", "task.windows=3", "task.far_windows=1")
     found = stub_evaluation(Harmed(), held_out(texts), tmp_path, *settings)
     groups, curves = antecedent_groups(found), curves_of(found)
-    (far,) = found.task.far
+    (far,) = found.task.windows(2304)
     rows = group_rows(found, curves, NONE, groups)
     place = found.task.near.index(far)
     assert [r["targets"] for r in rows] == [int((groups.group[:, place] == i).sum()) for i in range(len(groups.names))]
@@ -304,6 +304,6 @@ def test_other_tasks_have_no_groups(setting, trained, monkeypatch):
 
 def test_groups_within_the_trained_context_are_refused(trained, monkeypatch):
     monkeypatch.chdir(trained)
-    with pytest.raises(UserError, match="no length above the trained context") as error:
+    with pytest.raises(UserError, match="ctx=64: must be above the trained context 64") as error:
         run_eval("run=rope", "ctx=[64]", "documents=2", "task.windows=2", "by_antecedent=true")
     assert "\n" not in str(error.value)

@@ -1,7 +1,7 @@
 """The source code of SymPy 1.14.0 (BSD): 154 long files, 10.1 MB, on every machine that has torch.
 
-Code has the long-range structure that the study needs: with 16 KiB of its own document before it a compressor
-predicts the next 2 KiB 18 % better than with 1 KiB, where English books gain 5 %.
+Code repeats itself over long distances, which the study needs. A compressor that has seen the 16 KiB before a passage
+of 2 KiB compresses it 18 % better than one that has seen 1 KiB; for English books the difference is 5 %.
 """
 
 import hashlib

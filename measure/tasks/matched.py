@@ -27,15 +27,15 @@ class Matched(Task):
         """scored_tokens: at the end of each window. windows, far_windows: the number of windows of a document."""
         for knob, value in (("scored_tokens", scored_tokens), ("windows", windows), ("far_windows", far_windows)):
             check(value >= 1, f"task.{knob}", value, "at least 1")
-        self.ctx, self.scored_tokens, self.shortest, self.minimum = ctx, scored_tokens, scored_tokens, scored_tokens
+        self.ctx, self.scored_tokens, self.far_windows = ctx, scored_tokens, far_windows
+        self.shortest = self.minimum = scored_tokens
         self.documents = long_documents(corpus, ctx, documents)
         self.names = [d.name for d in self.documents]
-        self.ends = np.array(
-            [self._ends(document, windows, ctx) for document in self.documents]
-        )  # [documents, windows]
-        near, far = (np.flatnonzero((self.ends > n).all(axis=0)) for n in (min(ctx, NEAR), ctx))
-        middle = (np.arange(far_windows) + 0.5) / far_windows * len(far)  # of far_windows equal parts
-        self.near, self.far = near.tolist(), sorted({int(far[int(i)]) for i in middle})
+        shortest = min(len(d.tokens) for d in self.documents)
+        # So many that windows do not overlap in the shortest document
+        self.planned = max(1, min(windows, (shortest - min(NEAR, shortest // 2)) // scored_tokens))
+        self.ends = np.array([self._ends(d, self.planned, ctx) for d in self.documents])  # [documents, windows]
+        self.near = self._fitting(min(ctx, NEAR))
 
     def _ends(self, document: Document, windows: int, ctx: int) -> list[int]:
         """The end of each window in a document, evenly spread, without near-copies of training text."""
@@ -54,8 +54,17 @@ class Matched(Task):
     def identity(self) -> str:
         return f"{super().identity()} {self.scored_tokens} {self.ends.tolist()}"
 
+    def _fitting(self, n: int) -> list[int]:
+        """The windows that have n tokens before their end in every document."""
+        return np.flatnonzero((self.ends > n).all(axis=0)).tolist()
+
     def windows(self, n: int) -> list[int]:
-        return self.near if n <= NEAR else self.far
+        if n <= NEAR:
+            return self.near
+        # In an order that does not depend on n, so that long lengths share windows: every other one from the last but
+        # one, because the end of a document is not typical, then the rest
+        order = [*range(self.planned - 2, -1, -2), *range(self.planned - 1, -1, -2)]
+        return sorted([i for i in order if i in self._fitting(n)][: self.far_windows])
 
     def pieces(self, n: int) -> list[Piece]:
         ends = self.ends[:, self.windows(n)]
@@ -64,8 +73,9 @@ class Matched(Task):
         return [Piece(text[:, :-1], text[:, -self.scored_tokens :])]
 
     def describe(self) -> str:
-        far = f" ({len(self.far)} at n > {NEAR})" if self.ctx > NEAR else ""
-        return f"the last {self.scored_tokens} tokens of {len(self.near)} windows{far}"
+        far = f" ({len(self.windows(self.ctx))} at n={self.ctx})" if self.ctx > NEAR else ""
+        planned = f" of {self.planned} planned" if len(self.near) < self.planned else ""
+        return f"the last {self.scored_tokens} tokens of {len(self.near)}{planned} windows{far}"
 
 
 build = Matched

@@ -21,10 +21,9 @@ class Mqar(PlacedAnswer):
         self.pairs, self.queries = pairs, queries
         self.label = f"mqar pairs={pairs} queries={queries}"
         self.scored = ([False, True] * queries)[1:]  # the first value, then each key and its value
-        self.shortest = self.minimum = 128
         super().__init__(corpus, ctx, documents, threshold)
         self.check_letters(pairs, 2)
-        self.chance = 1 / len(self.letters)
+        self.chance = 1 / pairs  # of a model that names any of the values of the table
 
     def distances(self, n: int) -> list[int]:
         return [d for d in super().distances(n) if d > 2 + 2 * self.pairs and d + 2 * self.queries < n]

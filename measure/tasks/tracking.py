@@ -21,10 +21,11 @@ class Tracking(PlacedAnswer):
         check(0 <= hops <= 8, "task.hops", hops, "from 0 to 8")
         check(chains >= 0 and (1 + chains) * (1 + hops) <= 26, "task.chains", chains, "few enough for 26 variables")
         self.hops, self.chains, self.label = hops, chains, f"tracking hops={hops} chains={chains}"
-        self.scored = [True]
+        self.scored, self.minimum = [True], max(128, 2 * LINE * (1 + hops) * (1 + chains))
+        self.shortest = self.minimum
         super().__init__(corpus, ctx, documents, threshold)
         self.check_letters((1 + hops) * (1 + chains), 1 + chains)
-        self.chance = 1 / len(self.letters)
+        self.chance = 1 / (1 + chains)  # of a model that names any of the values in the text
 
     def distances(self, n: int) -> list[int]:
         return [d for d in super().distances(n) if d > LINE * (1 + self.hops) * (1 + self.chains)]
