@@ -44,9 +44,7 @@ def evaluate(cfg: EvalConfig) -> None:
     run = open_run(cfg, device)
     evaluation = Evaluation(run, cfg, device)
     requested = requested_method(cfg)
-    methods = [NONE, WINDOW]
-    if requested not in methods:
-        methods.append(requested)
+    methods = [NONE, WINDOW, *([] if requested in (NONE, WINDOW) else [requested])]
     breakdowns = None
     if cfg.by_position or cfg.by_antecedent or cfg.key_tokens:
         from measure.breakdowns import Breakdowns
@@ -91,8 +89,7 @@ def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:
     task, documents = evaluation.task, len(evaluation.task.names)
     print(f"targets: {task.describe()}" + ("" if task.accuracy else f" of {documents} held-out documents"))
     if documents < 24:
-        print(f"note: there are only {documents} documents of more than {evaluation.ctx} tokens or examples, "
-              "so the intervals are wide")  # fmt: skip
+        print(f"note: there are only {documents} documents or examples for ctx={evaluation.ctx}: wide intervals")
 
 
 def log_to_wandb(project: str, run: Run, method: Method, curve: Curve, bars: dict[int, Row]) -> None:

@@ -32,6 +32,7 @@ class EvalConfig(TrainedRunConfig):
     data: dict[str, Any] = field(default_factory=dict)
     documents: Annotated[int, at_least(1)] = MISSING
     fresh: bool = False
+    compile: bool = False
     project: str = "ropewalk"
 
     @property
@@ -53,8 +54,8 @@ def eval_config(cfg: DictConfig) -> EvalConfig:
     lengths = c.ctx if isinstance(c.ctx, list) else [c.ctx]
     ok = bool(lengths) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in lengths)
     check(ok, "ctx", c.ctx, "a whole number of at least 1, or a list of them: ctx=8192 or ctx=[256,1024]")
-    check(all(m > 0 for m in c.multiples), "multiples", c.multiples, "a list of numbers above 0: multiples=[1.25,1.5]")
-    check(not (c.multiples and isinstance(c.ctx, list)), "multiples", c.multiples, "left out where ctx is a list")
+    ok = not c.multiples or (all(m > 0 for m in c.multiples) and not isinstance(c.ctx, list))
+    check(ok, "multiples", c.multiples, "numbers above 0 such as [1.25,1.5], and left out where ctx is a list")
     c.plus = name_list(c.plus, "plus", "scaling")
     if not (c.run or "").startswith("hf:"):
         right = "left out: a trained run is evaluated on its corpus; only run=hf:PATH can be evaluated on another"

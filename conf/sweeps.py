@@ -2,42 +2,50 @@
 
 import os
 import sys
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn
 
-from conf.errors import UserError, rank
+from conf.errors import OneRankError, UserError, rank
+from conf.hydra_patches import JobFailed
 
 
 @dataclass
 class FailedJob:
-    """What a failed job returns in place of a result: its part of the command line, and its error."""
+    """What a failed job returns in place of a result. Not the exception, whose frames would keep the job's tensors."""
 
-    job: str
-    error: Exception
+    job: str  # its part of the command line
+    bug: bool  # of ours, rather than a user error
 
 
 def failed_job(error: Exception) -> FailedJob:
-    """What the current job is to return because of this error, of which a user error is printed in one line."""
+    """Print the error of the current job, a user error in one line, and return what the job is to return.
+
+    With HYDRA_FULL_ERROR=1 in the environment a user error counts as a bug. An error that only one rank has is raised
+    again: the other ranks wait for this one in the middle of the job, so there can be no next one.
+    """
+    if isinstance(error, OneRankError) and "WORLD_SIZE" in os.environ:
+        raise JobFailed from error
     job = " ".join(HydraConfig.get().overrides.task)
-    if isinstance(error, UserError) and rank() == 0:
+    bug = not isinstance(error, UserError) or os.environ.get("HYDRA_FULL_ERROR") == "1"
+    if bug:
+        traceback.print_exception(error)
+    elif rank() == 0:
         print(f"error: {job}: {error}", file=sys.stderr)
-    return FailedJob(job, error)
+    return FailedJob(job, bug)
 
 
 def raise_failures(batches: list[Any]) -> None:
-    """Raise the first bug of ours among the jobs' errors, or else a UserError that lists the failed jobs.
+    """Raise an error that lists the failed jobs, if there are any: a UserError unless one of them is a bug of ours.
 
-    With HYDRA_FULL_ERROR=1 in the environment a user error counts as a bug. batches: what Hydra's launch of a sweep
-    returns.
+    batches: what Hydra's launch of a sweep returns.
     """
     jobs = [job.return_value for batch in batches for job in batch if isinstance(job, JobReturn)]
     failed = [job for job in jobs if isinstance(job, FailedJob)]
-    for job in failed:
-        if not isinstance(job.error, UserError) or os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise job.error
     if failed:
         names = "; ".join(job.job for job in failed)
-        raise UserError(f"{len(failed)} of {len(jobs)} jobs failed with the errors above: {names}")
+        kind = RuntimeError if any(job.bug for job in failed) else UserError
+        raise kind(f"{len(failed)} of {len(jobs)} jobs failed with the errors above: {names}")

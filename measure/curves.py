@@ -152,10 +152,9 @@ def select(curves: Sequence[Curve], texts: str, targets: dict[int, str] | None =
     on = [replace(c, rows=[x for x in c.rows if x.texts == texts and targets.get(x.n) == x.targets]) for c in curves]
     matching = [c for c in on if c.rows]
     weights = {c.run: c.first.weights for c in sorted(matching, key=lambda c: c.written)}
-    chosen: dict[tuple[str, str], Curve] = {}
-    for c in sorted(matching, key=lambda c: (c.rows[-1].n, c.written)):
-        if c.first.weights == weights[c.run]:
-            chosen[c.run, c.label] = c  # a longer one, or of the same length a newer one, replaces the earlier one
+    # Sorted so that a longer one, or of the same length a newer one, replaces the earlier one
+    newest = [c for c in matching if c.first.weights == weights[c.run]]
+    chosen = {(c.run, c.label): c for c in sorted(newest, key=lambda c: (c.rows[-1].n, c.written))}
     order = {"none": 0, "window": 1}
     return align(sorted(chosen.values(), key=lambda c: (c.run, order.get(c.label, 2), c.label)))
 

@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from conf.eval_schema import EvalConfig
 from conf.registry import describe, yaml_values
 from engine import device as devices, distributed
 from engine.checkpoint import write_atomically
+from engine.compile import compile_for_evaluation
 from engine.progress import progress_bar
 from engine.run import Run
 from engine.signals import StopSignal
@@ -85,6 +86,8 @@ class Evaluation:
         self.targets = {n: self._key(identity.copy(), n) for n in self.lengths}
         self.dtype_name = "bfloat16" if devices.uses_bfloat16(device, cfg.dtype) else "float32"
         self.stop, self.bar = StopSignal(), progress_bar(0, hidden=True)
+        if cfg.compile:
+            compile_for_evaluation(run.model)
 
     # ---- what identifies the targets and a curve ----
 
@@ -131,12 +134,9 @@ class Evaluation:
         """
         costs = {n: sum(piece.tokens.numel() for piece in self.task.pieces(n)) for n in {*lengths}}
         tokens = sum(costs[n] for n in lengths) + more_tokens
-        self.bar = progress_bar(tokens, hidden=not tokens)
-        with StopSignal() as self.stop, distributed.ranks().exit_if_a_rank_dies(self.stop), torch.inference_mode():
-            try:
-                yield
-            finally:
-                self.bar.close()
+        self.bar, no_deadlock = progress_bar(tokens, hidden=not tokens), distributed.ranks().exit_if_a_rank_dies
+        with closing(self.bar), StopSignal() as self.stop, no_deadlock(self.stop), torch.inference_mode():
+            yield
 
     # ---- losses ----
 
@@ -156,8 +156,7 @@ class Evaluation:
         # The bar counts the tokens of all ranks; the others process about as many as this one
         self.bar.update(min(tokens.numel() * distributed.world(), self.bar.total - self.bar.n))  # ty: ignore[unsupported-operator]
         if self.stop:
-            self.bar.close()
-            print(f"stopped; the lengths that were finished are in {self.run.folder / 'eval'}")
+            self.bar.write(f"stopped; the lengths that were finished are in {self.run.folder / 'eval'}")
             sys.exit(self.stop.exit_code)
         return result.double().cpu()
 
@@ -179,6 +178,7 @@ class Evaluation:
         fresh: measure all lengths in any case. All ranks return the same curve, and rank 0 writes the files.
         """
         rows, missing = self.measured_rows(method), self.missing_lengths(method, fresh)
+        distributed.ranks().assert_same(f"{self.run.folder}/eval", tuple(missing))
         for n in missing:
             rows[n], losses = self.measure_length(method, n)
             distributed.ranks().on_rank0(functools.partial(add_rows, self.curve_file(method), rows[n], losses))
@@ -206,7 +206,6 @@ class Evaluation:
         losses = np.concatenate([losses for _, losses in measured], axis=1)
         nats = losses[..., 0] if task.accuracy else losses  # [B, scored]
         hits = losses[..., 1].mean(axis=1).round(4).tolist() if task.accuracy else []
-        n_tokens = nats.size
         n_bytes = sum(int(run.corpus.token_bytes[piece.scored_targets()].sum()) for piece, _ in measured)
         loss, nll = nats.mean(), nats.sum(axis=1)
         low, high = bootstrap(nats.reshape(len(task.names), -1).mean(axis=1))
@@ -214,8 +213,8 @@ class Evaluation:
             run=run.name, pos=context.pos, train_ctx=context.train_ctx, extended_ctx=context.longest_trained_ctx,
             step=run.step, seed=run.cfg.seed, label=method.label, scaling=method.scalings, n=n, factor=change.factor,
             window=change.window, attention_factor=change.attention_factor, loss=float(loss), low=low, high=high,
-            ppl=math.exp(min(loss, 700)), bits_per_byte=float(loss * n_tokens / math.log(2) / n_bytes), tokens=n_tokens,
-            bytes=n_bytes, documents=len(task.names), windows=task.windows(n), ctx=self.ctx, task=task.label,
+            ppl=math.exp(min(loss, 700)), bits_per_byte=float(loss * nats.size / math.log(2) / n_bytes), bytes=n_bytes,
+            tokens=nats.size, documents=len(task.names), windows=task.windows(n), ctx=self.ctx, task=task.label,
             texts=self.texts, targets=self.targets[n], weights=run.digest[:12], dtype=self.dtype_name,
             device=self.device.type, seconds=seconds, nll=nll.round(4).tolist(), hits=hits, distance=distance,
         )  # fmt: skip

@@ -47,10 +47,8 @@ def verdict(row: Row, bar: Row) -> str:
     mean, low, high = gain(row, bar)
     comparison = "better than" if low > 0 else "worse than" if high < 0 else "no different from"
     control = f"seeing only {bar.window} tokens at a time" if bar.window else f"being given only {bar.n} tokens"
-    return (
-        f"gain over the better control at n={row.n} ({row.n / row.train_ctx:g}x): {mean:+.3f} nats/token "
-        f"[{low:+.3f}, {high:+.3f}]: {comparison} {control}"
-    )
+    gained = f"{mean:+.3f} nats/token [{low:+.3f}, {high:+.3f}]"
+    return f"gain over the better control at n={row.n} ({row.n / row.train_ctx:g}x): {gained}: {comparison} {control}"
 
 
 def tax(row: Row, none: Row) -> str:

@@ -137,9 +137,8 @@ def _band(curve: Curve, bar: dict[int, Row]) -> tuple[np.ndarray, np.ndarray]:
 
 def context_marks(curves: Sequence[Curve]) -> dict[int, str]:
     """n -> the text of a vertical line at this length: the contexts of pre-training and of fine-tuning."""
-    marks = {c.first.train_ctx: f"trained at {c.first.train_ctx}" for c in curves}
-    extended = {c.first.extended_ctx for c in curves}
-    return marks | {n: f"extended to {n}" for n in extended if n not in marks}
+    extended = {c.first.extended_ctx: f"extended to {c.first.extended_ctx}" for c in curves}
+    return extended | {c.first.train_ctx: f"trained at {c.first.train_ctx}" for c in curves}
 
 
 def _perplexity_axis(ax: Any, row: Row) -> None:

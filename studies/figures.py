@@ -196,8 +196,9 @@ def draw_methods(ax: Any, rows: Rows, tuned: Rows, shares: list[float], n: int) 
     for method in EXTENSIONS:
         points = {0.0: seed_losses(rows, "rope", method).get(n, np.array([]))}
         for share in shares:
-            matching = [row for row in tuned if (row["method"], row["percent"], row["n"]) == (method, share, n)]
-            points[share] = np.array([row["loss"] for row in matching])
+            names = {run_of(row) for row in tuned if (row["method"], row["percent"]) == (method, share)}
+            losses = [seed_losses(tuned, name, "none").get(n, np.array([])) for name in names]
+            points[share] = np.concatenate(losses or [np.array([])])
         points = {share: losses for share, losses in points.items() if len(losses)}
         if points:
             color = METHOD_COLORS[method]

@@ -51,6 +51,7 @@ class Size:
     far_windows: int = 2  # of each document at lengths past NEAR
     seeds: tuple[int, ...] = (0,)
     finetune: tuple[int, ...] = FINETUNE_STEPS
+    compile: bool = False  # in evaluation
     # For the forecast of the duration:
     train_rate: float = 20_000  # tokens/s
     eval_rate: float = 30_000  # tokens/s
@@ -64,6 +65,7 @@ SIZES = {
         batch_tokens=2048,
         lengths=(128, 256, 288, 320, 384, 448, 512, 1024, 2048, 4096, 8192),
         seeds=(0, 1, 2),
+        compile=True,
     ),
     "quick": Size(
         L=64,
@@ -206,7 +208,7 @@ def run_job(job: Job, size: Size, runs: str, deadline: float) -> Rows:
     run = Run.open(job.name, runs=runs, cache=CACHE)
 
     methods = applicable_scalings(run, max(job.lengths)) if job.scalings != "controls" else []
-    evaluate = ["eval.py", "-m", f"run={job.name}", f"runs={runs}", *target_settings(size)]
+    evaluate = ["eval.py", "-m", f"run={job.name}", f"runs={runs}", f"compile={size.compile}", *target_settings(size)]
     # Lengths between L and 2 L are for the main methods only
     doubling = [n for n in job.lengths if n <= NEAR and (n % size.L == 0 or n < size.L)]
     near, every = (f"ctx=[{','.join(map(str, lengths))}]" for lengths in (doubling, job.lengths))

@@ -59,6 +59,11 @@ def seeds_of(rows: Rows, part: str) -> Rows:
 # ---- losses ----
 
 
+def trained_ctx(rows: Rows, run: str) -> int:
+    """The longest context that this run was trained on, tokens; 0 if there are no rows of it."""
+    return max((row.get("extended_ctx", row["train_ctx"]) for row in rows if run_of(row) == run), default=0)
+
+
 def losses(rows: Rows, run: str, label: str, n: int) -> Losses:
     """The losses of one condition at length n; empty if there are no rows. label: of the method, or BAR."""
     if label == BAR:
@@ -88,10 +93,11 @@ def per_document(values: Losses) -> np.ndarray:
 def mean_losses(rows: Rows, run: str, label: str, n: int) -> dict[int, float]:
     """seed -> the mean loss over all windows, nats per token.
 
-    Where a row has fewer windows than no scaling at L: the loss of no scaling at L on all windows, plus the difference
-    between the two on the windows that both have (`align` of measure/curves.py), so that lengths can be compared.
+    Where a row has fewer windows than no scaling at the trained context L: the loss of no scaling at L on all windows,
+    plus the difference between the two on the windows that both have (`align` of measure/curves.py), so that lengths
+    can be compared.
     """
-    L = next((row["train_ctx"] for row in rows if run_of(row) == run), n)
+    L = trained_ctx(rows, run)
     at_L, means = losses(rows, run, "none", L), {}
     for seed, windows in losses(rows, run, label, n).items():
         means[seed] = float(np.mean(list(windows.values())))
@@ -109,8 +115,7 @@ def bar(rows: Rows, run: str, n: int) -> tuple[Losses, str]:
     seeds, on the windows that both have. A method uses context past L only if its loss is below this bar.
     """
     window = losses(rows, run, "window", n)
-    L = next((row["train_ctx"] for row in rows if run_of(row) == run), n)
-    truncation = losses(rows, run, "none", L)
+    truncation = losses(rows, run, "none", trained_ctx(rows, run))
     difference = minus(window, truncation)
     if not difference:
         return (window, "window") if window else (truncation, "truncation" if truncation else "")

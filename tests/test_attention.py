@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from engine.compile import compile_for_evaluation
 from model import attention, gpt
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
 from tests.helpers import UNLIMITED, choices, encoding_of, model_of, random_tokens
@@ -146,3 +147,28 @@ def test_logn_multiplies_queries_past_L():
     rotated = rotated_scores(model.pos.inv_freq, r)
     want = dense(model, x, lambda q, k: rotated(q, k) * factor[:, None])
     assert (attention_output(model, x, change) - want).abs().max() < 1e-5
+
+
+# ---- compiled for evaluation ----
+
+
+@pytest.mark.slow
+def test_blocks_compiled_for_evaluation_give_the_same_losses(monkeypatch):
+    """As traced by dynamo, without a C++ compiler. Attention itself is called as it is, whatever the method."""
+    plain, calls = attention.attend, []
+    monkeypatch.setattr(attention, "attend", lambda *a: calls.append(torch.compiler.is_compiling()) or plain(*a))
+    model = model_of("rope", "model.n_layers=1")
+    changes = [NO_CHANGE, ContextChange(window=5), ContextChange(logn=8), ContextChange(clip=6, leak=2.0)]
+    inputs = [(random_tokens(batch, time), change) for batch, time in ((2, 24), (1, 33)) for change in changes]
+
+    def losses() -> list[torch.Tensor]:
+        with torch.inference_mode():
+            return [model.losses(x[:, :-1], x[:, -4:], change=change) for x, change in inputs]
+
+    want = losses()
+    calls.clear()
+    with torch._dynamo.config.patch(recompile_limit=8):  # restores what compile_for_evaluation sets
+        compile_for_evaluation(model, backend="eager")
+        torch._dynamo.config.suppress_errors = False
+        assert all(torch.equal(a, b) for a, b in zip(losses(), want, strict=True))
+    assert len(calls) == len(inputs) and not any(calls)

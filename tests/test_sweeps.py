@@ -1,15 +1,24 @@
 """Sweeps, train.py -m and eval.py -m: a failing job fails alone, and finished work is skipped."""
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 import eval as evaluation
 import train
-from conf.hydra_patches import run_main
+from conf.errors import OneRankError, UserError, file_errors
+from conf.hydra_patches import JobFailed, run_main, sweep_job
+from conf.sweeps import raise_failures
 from tests.helpers import command
 
 pytestmark = pytest.mark.process
@@ -63,6 +72,41 @@ def test_one_failing_job_does_not_lose_the_others_and_finished_ones_are_skipped(
     new = {(Path(f).parts[1], Path(f).name.split("-")[0]) for f in after.keys() - curves.keys()}
     assert new == {(name, "pi") for name in names}
     assert sorted(p.name for p in here.iterdir() if p.name not in ("wandb", ".cache")) == ["runs"]
+
+
+@pytest.mark.parametrize("bug", [False, True])
+def test_the_errors_of_a_sweep_keep_no_tensors_and_a_bug_keeps_its_traceback(bug, monkeypatch, capsys):
+    def job() -> object:
+        tensor = torch.zeros(3)
+        alive.append(weakref.ref(tensor))
+        if bug:
+            raise ZeroDivisionError("of ours")
+        raise UserError("x=1: must be 2")
+
+    alive: list[weakref.ref] = []
+    hydra = {"mode": RunMode.MULTIRUN, "overrides": {"task": ["x=1"]}}
+    monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create(hydra))
+    failed = sweep_job(job)()
+    gc.collect()
+    assert alive[0]() is None
+    assert ("Traceback" in (err := capsys.readouterr().err)) == bug
+    assert bug or err == "error: x=1: x=1: must be 2\n"
+    with pytest.raises(RuntimeError if bug else UserError, match=r"^1 of 2 jobs failed with the errors above: x=1$"):
+        raise_failures([[JobReturn(_return_value=x, status=JobStatus.COMPLETED) for x in (None, failed)]])
+
+
+def test_an_error_of_one_rank_ends_the_sweep(monkeypatch):
+    """The other ranks wait for this one in the middle of a job."""
+    monkeypatch.setattr(HydraConfig, "get", lambda: OmegaConf.create({"mode": RunMode.MULTIRUN}))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(JobFailed) as end:
+        sweep_job(full_disk)()
+    assert isinstance(end.value.__cause__, OneRankError)
+
+
+def full_disk() -> None:
+    with file_errors("runs"):
+        raise OSError(28, "No space left on device")
 
 
 def test_a_typo_in_a_sweep_is_found_before_any_job(here):
