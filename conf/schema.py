@@ -5,6 +5,7 @@ task are typed by the signature of its function: conf/registry.py. The settings 
 those of sample.py in sample.py.
 """
 
+import functools
 import re
 import typing
 from collections.abc import Callable
@@ -235,6 +236,9 @@ def flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+structured = functools.cache(OmegaConf.structured)  # of a dataclass; merging copies it
+
+
 def to_object(cfg: DictConfig, kind: type[Any]) -> Any:
     """cfg as an instance of the dataclass `kind`, with nested dataclasses.
 
@@ -242,7 +246,7 @@ def to_object(cfg: DictConfig, kind: type[Any]) -> Any:
     """
     try:
         # As plain values: a DictConfig may have keys that its schema lacks, added with +KEY=VALUE
-        merged = OmegaConf.merge(OmegaConf.structured(kind), OmegaConf.to_container(cfg))
+        merged = OmegaConf.merge(structured(kind), OmegaConf.to_container(cfg))
         if missing := OmegaConf.missing_keys(merged):
             raise UserError(f"{', '.join(sorted(missing))}: must be given a value")
         return OmegaConf.to_object(merged)

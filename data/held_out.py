@@ -14,11 +14,11 @@ def validation_windows(corpus: HeldOut, ctx: int, windows: int) -> Tensor:
     Every document is cut into consecutive windows, and `windows` of them are taken at equal intervals. Short ends are
     left out. UserError if no document has more than ctx tokens.
     """
-    cuts = [d.tokens[i : i + ctx + 1] for d in corpus.held_out for i in range(0, len(d.tokens) - ctx, ctx)]
+    cuts = [(d, i) for d in corpus.held_out for i in range(0, len(d.tokens) - ctx, ctx)]
     if not cuts:
         raise UserError(f"ctx={ctx}: the longest held-out document has {len(corpus.held_out[0].tokens)} tokens")
-    picked = np.linspace(0, len(cuts) - 1, min(windows, len(cuts))).round().astype(int)
-    return torch.from_numpy(np.stack([cuts[i] for i in picked]).astype(np.int64))
+    picked = [cuts[i] for i in np.linspace(0, len(cuts) - 1, min(windows, len(cuts))).round().astype(int)]
+    return torch.from_numpy(np.stack([d.tokens[i : i + ctx + 1] for d, i in picked]).astype(np.int64))
 
 
 def long_documents(corpus: HeldOut, ctx: int, documents: int) -> list[Document]:

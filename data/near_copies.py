@@ -16,16 +16,25 @@ def find_copies(train: np.ndarray, documents: list[np.ndarray]) -> list[np.ndarr
     The first n - 1 tokens of a document complete no n-gram and count as not copied.
     """
     wanted = [ngram_hashes(tokens) for tokens in documents]
-    known = np.unique(np.concatenate(wanted))
-    found = np.zeros(len(known), dtype=bool)
+    known = np.sort(np.concatenate(wanted))
+    found = np.zeros(len(known), dtype=bool)  # of equal n-grams, at the first one
+    # Whether any n-gram of the documents has these upper bits. A search for each n-gram of the stream would be slow
+    plausible = np.zeros(2**24, dtype=bool)
+    plausible[upper_bits(known)] = True
     for start in range(0, len(train) if len(known) else 0, CHUNK):
         hashes = ngram_hashes(train[start : start + CHUNK + NGRAM - 1])
+        hashes = hashes[plausible[upper_bits(hashes)]]
         at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
         found[at[known[at] == hashes]] = True
     flags = [np.zeros(len(tokens), dtype=bool) for tokens in documents]
     for flag, hashes in zip(flags, wanted, strict=True):
         flag[NGRAM - 1 :] = found[np.searchsorted(known, hashes)]
     return flags
+
+
+def upper_bits(hashes: np.ndarray) -> np.ndarray:
+    """The upper 24 of 64 bits, int64 of the same shape."""
+    return (hashes >> np.uint64(40)).astype(np.int64)
 
 
 def ngram_hashes(tokens: np.ndarray, n: int = NGRAM) -> np.ndarray:

@@ -99,12 +99,12 @@ def check_fits(cfg: TrainConfig, encoding: Encoding, ctx: int, scalings: Sequenc
         resolve(scalings[0], gpt.trained_context(cfg, encoding), ctx, ctx, scalings[1:])
 
 
-def find_runs(runs: str) -> dict[str, TrainConfig]:
+def find_runs(runs: str, pattern: str = "*") -> dict[str, TrainConfig]:
     """Name -> settings of every run in the folder `runs` that has a checkpoint, newest first.
 
-    Only config.json is read, not the weights. Folders that are not runs are ignored.
+    pattern: of the names, as in glob. Only config.json is read, not the weights. Folders that are not runs are ignored.
     """
-    newest_first = sorted(Path(runs).glob("*/ckpt.pt"), key=lambda p: p.stat().st_mtime, reverse=True)
+    newest_first = sorted(Path(runs).glob(f"{pattern}/ckpt.pt"), key=lambda p: p.stat().st_mtime, reverse=True)
     found = {}
     for path in newest_first:
         with contextlib.suppress(OSError, ValueError):  # a folder that is not a run of ours
@@ -125,16 +125,14 @@ def pick_run(
 
     Runs that do not fit are skipped and listed in the reason. UserError if no run fits.
     """
-    found = find_runs(runs)
+    found = find_runs(runs, name or "*")
     if name is not None:
         if name not in found:
             raise UserError(f"run={name}: no trained run of that name in {runs}/: {known_runs(runs)}")
         check_fits(found[name], gpt.build_encoding(found[name]), ctx, scalings)
         return name, "as named"
     skipped = []
-    for candidate, cfg in found.items():
-        if exp is not None and cfg.exp != exp:
-            continue
+    for candidate, cfg in ((name, cfg) for name, cfg in found.items() if exp in (None, cfg.exp)):
         try:
             check_fits(cfg, gpt.build_encoding(cfg), ctx, scalings)
             return candidate, "the newest that fits" + (f"; skipped {'; '.join(skipped)}" if skipped else "")

@@ -79,8 +79,8 @@ class Evaluation:
         multiples = [round(m * longest) for m in cfg.multiples]
         self.lengths = evaluated_lengths(cfg.ctx, task.shortest, (L // 2, L, longest, *multiples))
         check(self.lengths[0] >= task.minimum, "ctx", cfg.ctx, f"at least {task.minimum} with task={task.label}")
-        if self.ctx > longest >= task.minimum and longest not in self.lengths:  # of the truncation control
-            self.lengths = sorted([*self.lengths, longest])
+        truncation = {longest} if self.ctx > longest >= task.minimum else set()  # the length of this control
+        self.lengths = sorted(truncation.union(self.lengths))
         identity = hashlib.sha256(task.identity().encode())
         self.texts = identity.hexdigest()[:12]
         self.targets = {n: self._key(identity.copy(), n) for n in self.lengths}
@@ -116,8 +116,8 @@ class Evaluation:
         """n -> the rows of a method that are in its file already, for the lengths and targets of this evaluation."""
         file = self.curve_file(method)
         rows = read_curve(file).rows if file.exists() else []
-        by_length = {n: [row for row in rows if (row.n, row.targets) == (n, key)] for n, key in self.targets.items()}
-        return {n: found for n, found in by_length.items() if found}
+        keys = self.targets.items()
+        return {n: of_n for n, key in keys if (of_n := [x for x in rows if (x.n, x.targets) == (n, key)])}
 
     def missing_lengths(self, method: Method, fresh: bool = False) -> list[int]:
         """The lengths that have to be measured for a method's curve. fresh: all of them, in any case."""

@@ -11,21 +11,25 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("WANDB_SILENT", "true")
 # The models here are tiny: a second thread would only wait for the first. Also for the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Figures are drawn at a low resolution, also by child processes
+os.environ["MATPLOTLIBRC"] = str(Path(__file__).parent / "data" / "matplotlibrc")
 
 import pytest
-import torch
-from hydra._internal.hydra import Hydra
 
-from conf.compose import train_settings
-from data import corpus as corpora
 
-if not torch.cuda.is_available():  # the kernel is then tested in Triton's interpreter; read when triton is imported
-    os.environ["TRITON_INTERPRET"] = "1"
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare a process that runs tests. The process that only starts the workers imports nothing large."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    import torch
+    from hydra._internal.hydra import Hydra
 
-# A Hydra main function composes all settings twice, a tenth of a second each: the first time only for `hydra.mode`,
-# which no config of ours sets. With None it goes by the flag -m, as it then does anyway. The processes that tests start
-# run the real one.
-Hydra.get_mode = lambda self, config_name, overrides: None
+    if not torch.cuda.is_available():  # the kernel is then tested in Triton's interpreter; read when triton is imported
+        os.environ["TRITON_INTERPRET"] = "1"
+    # A Hydra main function composes all settings twice, a tenth of a second each: the first time only for `hydra.mode`,
+    # which no config of ours sets. With None it goes by the flag -m, as it then does anyway. The processes that tests
+    # start run the real one.
+    Hydra.get_mode = lambda self, config_name, overrides: None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -48,6 +52,9 @@ def cache(request, tmp_path_factory) -> str:
 
     The first worker prepares that corpus; the lock makes the others wait instead of doing the same work.
     """
+    from conf.compose import train_settings
+    from data import corpus as corpora
+
     folder = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):  # a worker of pytest-xdist: its folder lies in that of all workers
         folder = folder.parent

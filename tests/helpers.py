@@ -49,28 +49,35 @@ def _composed(config: str, *overrides: str) -> tuple[DictConfig, DictConfig]:
     values = [o for o in overrides if re.match(r"[a-z]", o) and not (ROOT / "conf" / o.partition("=")[0]).exists()]
     if not values:
         return compose.compose(config, *overrides), HydraConfig.instance().cfg
-    composed, hydra = copy.deepcopy(_composed(config, *(o for o in overrides if o not in values)))
+    composed, hydra = _composed(config, *(o for o in overrides if o not in values))
+    composed = copy.deepcopy(composed)
     ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), composed)
+    return composed, hydra
+
+
+def _compose_once(config: str, *overrides: str) -> DictConfig:
+    """The configuration, not to be changed. Hydra's own names these overrides, as if it had just composed them."""
+    cfg, hydra = _composed(config, *overrides)
     OmegaConf.set_readonly(hydra.hydra, False)
     hydra.hydra.overrides.task = list(overrides)
     OmegaConf.set_readonly(hydra.hydra, True)
-    return composed, hydra
+    HydraConfig.instance().cfg = hydra  # fine-tuning asks Hydra what was chosen
+    return cfg
 
 
 def composed(config: str, *overrides: str) -> DictConfig:
     """conf.compose.compose, but fast; every call gets its own copy."""
-    cfg, HydraConfig.instance().cfg = _composed(config, *overrides)
-    return copy.deepcopy(cfg)
+    return copy.deepcopy(_compose_once(config, *overrides))
 
 
 @functools.cache
 def _checked(config: str, *overrides: str) -> TrainConfig | EvalConfig:
-    return {"train": train_config, "eval": eval_config}[config](composed(config, *overrides))
+    return {"train": train_config, "eval": eval_config}[config](_compose_once(config, *overrides))
 
 
 def train_settings(*overrides: str) -> TrainConfig:
     """The settings of `python train.py OVERRIDES`; every call gets its own copy."""
-    _, HydraConfig.instance().cfg = _composed("train", *overrides)  # fine-tuning asks Hydra what was chosen
+    _compose_once("train", *overrides)
     return copy.deepcopy(_checked("train", *overrides))
 
 

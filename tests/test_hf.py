@@ -592,7 +592,9 @@ def test_a_run_exported_and_read_back_has_the_same_curves(here, monkeypatch):
 
 @pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
 def test_exported_tokens_equal_ours(tokenizer, here, monkeypatch):
-    _, _, corpus = a_run(here, f"data.tokenizer={tokenizer}")
+    write_documents(here)
+    text_corpus = ("data=text", "data.files=docs/*.txt", "data.vocab_size=512", f"data.tokenizer={tokenizer}")
+    _, _, corpus = a_run(here, *text_corpus)
     run_export(monkeypatch, "run=x", "out=there")
     written = transformers.AutoTokenizer.from_pretrained("there")
     texts = [t[:30_000] for _, t in corpora.held_out_texts({"kind": "sympy", "holdout": 4})]

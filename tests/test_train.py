@@ -42,7 +42,7 @@ def same(a: object, b: object) -> bool:
 # ---- what trains ----
 
 EACH = [f"pos={p}" for p in choices("pos")] + [f"model={m}" for m in choices("model") if m != "gpt2"]
-EACH += ["model.n_kv_heads=1", "model.mlp=swiglu", "model.tied_head=false", "dtype=float32", "data.tokenizer=bytes"]
+EACH += ["model.n_kv_heads=1", "model.mlp=swiglu", "model.tied_head=false", "dtype=float32"]
 EACH += ["micro_tokens=128"]  # 4 forward passes for each step
 
 
@@ -64,11 +64,20 @@ def test_gpt2_and_every_exp_compose():
         assert train_settings(f"exp={exp}").exp == exp
 
 
-def test_text_corpus_trains(here):
+@pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
+def test_text_corpus_trains(tokenizer, here):
     (here / "docs").mkdir()
     for i, path in enumerate(sorted((ROOT / "tests").glob("*.py"))):
         (here / "docs" / f"{i}.txt").write_text(path.read_text())
-    run_train("data=text", "data.files=docs/*.txt", "data.vocab_size=400", "steps=2", "ctx=32", "name=mine")
+    run_train(
+        "data=text",
+        "data.files=docs/*.txt",
+        "data.vocab_size=400",
+        f"data.tokenizer={tokenizer}",
+        "steps=2",
+        "ctx=32",
+        "name=mine",
+    )
     assert weights("mine")["step"] == 2
 
 
