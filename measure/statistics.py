@@ -9,14 +9,14 @@ from measure.curves import Row
 
 
 def bootstrap(per_document: np.ndarray, draws: int = 4000) -> tuple[float, float]:
-    """(low, high): the 95 % bootstrap interval of the mean of these values, over resampled documents.
+    """(low, high): the 95 % bootstrap interval of the mean of these values, over resampled documents; NaN for one.
 
     per_document: [documents]. The draws are the same in every call. For the difference of two curves, pass the
     differences per document: the interval is then a paired one.
     """
     n = len(per_document)
     picks = np.random.default_rng(0).integers(n, size=(draws, n))
-    low, high = np.percentile(per_document[picks].mean(axis=1), [2.5, 97.5])
+    low, high = np.percentile(per_document[picks].mean(axis=1), [2.5, 97.5]) if n > 1 else (np.nan, np.nan)
     return float(low), float(high)
 
 

@@ -21,7 +21,7 @@ from conf.errors import user_errors_in_one_line
 from conf.registry import ROOT, choices
 from measure import plots
 from measure.plots import CONTROL, OKABE_ITO
-from studies.matrix import EXTENSIONS
+from studies.plan import EXTENSIONS
 from studies.rows import Rows, mean_losses, read_both, run_of, seeds_of
 from studies.spectrum import base_bound, scale_matched_base
 

@@ -12,9 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,172 +25,10 @@ from measure.curves import controls, read_curve, select
 from measure.statistics import gain
 from measure.tasks.matched import NEAR, Matched
 from model.scaling import resolve
+from studies.plan import MAIN_METHODS, SIZES, Job, Size, minutes, parse_seeds, planned_jobs, select_jobs
 from studies.rows import Rows, read_rows
 
-BASES = (100, 500, 1000, 100_000, 1_000_000)  # besides the default of 10000
-EXTENSIONS = ("none", "pi", "ntk", "yarn")  # methods that are fine-tuned to 4 L; none: fine-tuned without scaling
-FINETUNE_STEPS = (20, 50, 100, 200)
-MAIN_METHODS = ("pi", "ntk", "yarn", "rerope", "logn")  # evaluated at all lengths; the others up to NEAR
 CACHE = ".cache"  # of the corpora: the default of train.py and eval.py
-
-
-@dataclass(frozen=True)
-class Size:
-    """The study at one size of model and corpus."""
-
-    L: int  # the trained context, tokens
-    steps: int  # of pre-training
-    batch_tokens: int
-    lengths: tuple[int, ...]  # evaluated; past NEAR only with MAIN_METHODS
-    train: tuple[str, ...] = ()  # overrides of train.py
-    documents: int = 32  # evaluated
-    scored_tokens: int = 64  # at the end of each window
-    windows: int = 8  # of each document
-    far_windows: int = 2  # of each document at lengths past NEAR
-    seeds: tuple[int, ...] = (0,)
-    finetune: tuple[int, ...] = FINETUNE_STEPS
-    compile: bool = False  # in evaluation
-    # For the forecast of the duration:
-    train_rate: float = 20_000  # tokens/s
-    eval_rate: float = 30_000  # tokens/s
-    start_seconds: float = 30  # to start and compile
-
-
-SIZES = {
-    "default": Size(
-        L=256,
-        steps=2600,
-        batch_tokens=2048,
-        lengths=(128, 256, 288, 320, 384, 448, 512, 1024, 2048, 4096, 8192),
-        seeds=(0, 1, 2),
-        compile=True,
-    ),
-    "quick": Size(
-        L=64,
-        steps=500,
-        batch_tokens=2048,
-        lengths=(32, 64, 80, 96, 128, 256, 512),
-        train=("ctx=64", "steps=500", "optim.warmup=20", "val_every=500", "val_windows=32", "model.n_layers=2",
-               "model.n_heads=2", "model.width=128", "data.vocab_size=512"),
-        documents=8,
-        scored_tokens=32,
-        finetune=(10, 40),
-        train_rate=70_000,
-        eval_rate=60_000,
-        start_seconds=10,
-    ),
-    "smoke": Size(
-        L=64,
-        steps=20,
-        batch_tokens=512,
-        lengths=(32, 64, 128, 256),
-        train=("exp=smoke", "steps=20", "model.n_layers=1", "val_every=20", "val_windows=8"),
-        documents=4,
-        scored_tokens=32,
-        finetune=(5, 10),
-        train_rate=30_000,
-        eval_rate=30_000,
-        start_seconds=20,
-    ),
-    "h200": Size(
-        L=512,
-        steps=200,
-        batch_tokens=65_536,
-        lengths=(256, 512, 1024, 2048, 4096, 8192, 16384),
-        train=("exp=h200",),
-        finetune=(10, 20),
-        train_rate=1_000_000,
-        eval_rate=1_000_000,
-    ),
-}  # fmt: skip
-
-
-# ---- the plan ----
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training run and its evaluation."""
-
-    part: str  # encodings, base or finetune
-    name: str
-    seed: int
-    train: tuple[str, ...]  # overrides of train.py
-    steps: int
-    lengths: tuple[int, ...]  # evaluated
-    scalings: str = "controls"  # evaluated with: all methods that apply, those of MAIN_METHODS, or the controls only
-    columns: dict[str, Any] = field(default_factory=dict)  # additional columns of its rows
-
-
-def plan(size: Size, seeds: tuple[int, ...]) -> list[Job]:
-    """All jobs, ordered by seed: if the study is stopped, the finished jobs are a study with fewer seeds."""
-    jobs = []
-    for seed in seeds:
-        jobs += encoding_jobs(size, seed, first=seed == seeds[0])
-        jobs += finetune_jobs(size, seed)
-        jobs += base_jobs(size, seed)
-    return jobs
-
-
-def encoding_jobs(size: Size, seed: int, first: bool) -> list[Job]:
-    """A run of every encoding. rope comes first, because the fine-tunings start from it."""
-    jobs = []
-    for pos in sorted(choices("pos"), key=lambda pos: pos != "rope"):
-        # An encoding with a table of positions needs rows for the longest length that is evaluated
-        table = (f"pos.max_positions={max(size.lengths)}",) if "max_positions" in yaml_values("pos", pos) else ()
-        train = (f"pos={pos}", *table, *size.train, f"seed={seed}")
-        # All methods are evaluated on rope, with all seeds. On the other encodings the results are similar, so there
-        # the main methods with the first seed are enough
-        scalings = "all" if pos == "rope" else "main" if first else "controls"
-        jobs.append(Job("encodings", f"{pos}-s{seed}", seed, train, size.steps, size.lengths, scalings))
-    return jobs
-
-
-def finetune_jobs(size: Size, seed: int) -> list[Job]:
-    """Fine-tuning of rope to a context of 4 L with each method of EXTENSIONS, for several numbers of steps.
-
-    In addition one run that is trained at 4 L from scratch, for comparison. The columns `method`, `finetune_steps` and
-    `percent` (of the pre-training's steps) identify them in the rows.
-    """
-    target = 4 * size.L
-    lengths = tuple(size.L * k for k in (1, 2, 4, 5, 8))  # 4 L is the target, and 5 and 8 L are past it
-    exp = tuple(x for x in size.train if x.startswith("exp="))  # the other settings come from the run it starts from
-    optim = ("optim=finetune", "optim.lr=5e-4", "optim.warmup=5")
-    jobs = []
-    for steps in size.finetune:
-        for method in EXTENSIONS:
-            settings = (f"ctx={target}", f"scaling={method}", f"steps={steps}", f"seed={seed}", "val_windows=64")
-            train = (*exp, f"init=rope-s{seed}", *settings, *optim)
-            columns = {"method": method, "finetune_steps": steps, "percent": round(100 * steps / size.steps, 2)}
-            name = f"{method}-{steps}-s{seed}"
-            jobs.append(Job("finetune", name, seed, train, steps, lengths, columns=columns))
-    # From scratch with as many steps as pre-training and the longest fine-tuning have together
-    steps = size.steps + max(size.finetune)
-    train = ("pos=rope", *size.train, f"seed={seed}", f"ctx={target}", f"steps={steps}")
-    columns = {"method": "from scratch", "finetune_steps": 0, "percent": 0}
-    jobs.append(Job("finetune", f"scratch-{target}-s{seed}", seed, train, steps, lengths, columns=columns))
-    return jobs
-
-
-def base_jobs(size: Size, seed: int) -> list[Job]:
-    """Runs of rope that are pre-trained with each base of BASES; their rows have it in the column `base`."""
-    jobs = []
-    for base in BASES:
-        train = ("pos=rope", f"pos.base={base}", *size.train, f"seed={seed}")
-        name = f"base{base}-s{seed}"
-        jobs.append(Job("base", name, seed, train, size.steps, size.lengths, columns={"base": base}))
-    return jobs
-
-
-def minutes(job: Job, size: Size) -> float:
-    """A rough forecast of a job's duration in minutes: its tokens divided by the rates, plus the time to start."""
-    # About 20 methods apply to an encoding that rotates, and few to the others
-    curves = {"all": 20, "main": 2 + len(MAIN_METHODS), "controls": 2}[job.scalings]
-    far = min(curves, 2 + len(MAIN_METHODS)) * size.far_windows * sum(n for n in job.lengths if n > NEAR)
-    near = curves * size.windows * sum(n for n in job.lengths if n <= NEAR)
-    eval_tokens = size.documents * (near + far)
-    seconds = job.steps * size.batch_tokens / size.train_rate + eval_tokens / size.eval_rate + size.start_seconds
-    return seconds / 60
 
 
 # ---- one job ----
@@ -372,7 +208,7 @@ def main() -> None:
     size = SIZES[args.size]
     runs = args.runs or f"runs/matrix-{args.size}"
     out = Path(args.out or f"results/matrix{'' if args.size == 'default' else '-' + args.size}.jsonl")
-    jobs = select_jobs(plan(size, parse_seeds(args.seeds) if args.seeds else size.seeds), args.only)
+    jobs = select_jobs(planned_jobs(size, parse_seeds(args.seeds) if args.seeds else size.seeds), args.only)
     rows = read_rows(out) if out.exists() else []
     finished = {row["name"] for row in rows}
     todo = [job for job in jobs if job.name not in finished]
@@ -403,24 +239,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--runs", help="the folder of runs; without it, runs/matrix-SIZE")
     parser.add_argument("--out", help="the rows; without it, results/matrix.jsonl (or matrix-SIZE.jsonl)")
     return parser.parse_args()
-
-
-def parse_seeds(text: str) -> tuple[int, ...]:
-    """The seeds in a list with commas, 0,1,2 -> (0, 1, 2). UserError for anything else."""
-    names = text.split(",")
-    check(all(name.isdecimal() for name in names), "--seeds", text, "whole numbers, such as 0 or 0,1,2")
-    return tuple(map(int, names))
-
-
-def select_jobs(jobs: list[Job], only: str | None) -> list[Job]:
-    """The jobs whose part or name is in `only`, a list with commas; all of them for None."""
-    if not only:
-        return jobs
-    wanted = only.split(",")
-    known = {name for job in jobs for name in (job.part, job.name)}
-    for name in wanted:
-        check(name in known, "--only", name, f"encodings, base, finetune or a job such as {jobs[0].name}")
-    return [job for job in jobs if job.part in wanted or job.name in wanted]
 
 
 if __name__ == "__main__":

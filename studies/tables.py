@@ -12,7 +12,7 @@ import numpy as np
 from conf.errors import user_errors_in_one_line
 from measure.mixed_effects import Estimate, estimate
 from studies.claims import OLD, interval_text, q_text, with_q
-from studies.matrix import EXTENSIONS
+from studies.plan import EXTENSIONS
 from studies.rows import (
     Rows,
     bar,

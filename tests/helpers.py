@@ -234,6 +234,17 @@ def run_train(*overrides: str) -> None:
     train.train(train_settings("exp=smoke", *overrides))
 
 
+def train_smoke_runs(folder: Path, cache: str, *runs: tuple[str, ...]) -> Path:
+    """Train smoke runs with these overrides in folder/runs, and return the folder. For fixtures of a whole module."""
+    (folder / ".cache").symlink_to(cache)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["test"])
+        for overrides in runs:
+            run_train(*overrides)
+    return folder
+
+
 def run_eval(*overrides: str) -> None:
     """`python eval.py OVERRIDES` in this process; a UserError is raised."""
     import eval as evaluation_command

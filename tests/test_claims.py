@@ -11,7 +11,7 @@ import pytest
 
 from conf.errors import UserError
 from measure.mixed_effects import Estimate, estimate
-from studies import claims, matrix, published, tables
+from studies import claims, plan, published, tables
 from studies.claims import HOLDS, MISSING, OLD, REFUTED
 from studies.published import CLAIMS, At, Check, DecayCheck, no_worse, worse
 from studies.rows import BAR, Rows, bar, by_window, losses, minus, per_document, read_both, read_rows
@@ -203,8 +203,8 @@ def test_margins_depend_on_the_length_and_on_the_runs():
 
 
 def test_every_claim_names_rows_that_the_plan_makes():
-    size = matrix.SIZES["default"]
-    jobs = {job.name.rpartition("-s")[0]: job for job in matrix.plan(size, size.seeds)}
+    size = plan.SIZES["default"]
+    jobs = {job.name.rpartition("-s")[0]: job for job in plan.planned_jobs(size, size.seeds)}
     for claim in CLAIMS:
         assert claim.source and claim.reported and claim.checks
         checks = [claims.in_tokens(c, size.L) for c in claim.checks]

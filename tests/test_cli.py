@@ -19,7 +19,7 @@ import sample
 import train
 from conf.errors import UserError
 from conf.hydra_patches import exp_selects_runs, run_main
-from tests.helpers import ROOT, command, error_of, one_line_error, run_eval, run_train
+from tests.helpers import ROOT, command, error_of, one_line_error, run_eval, run_train, train_smoke_runs
 
 SMOKE = ["exp=smoke", "name=x"]
 
@@ -146,12 +146,7 @@ def test_an_evaluation_refuses_settings_in_one_line(argv, right, here):
 @pytest.fixture(scope="module")
 def one_run(tmp_path_factory, cache) -> Path:
     """A folder with runs/x, a smoke run of one step."""
-    folder = tmp_path_factory.mktemp("one_run")
-    (folder / ".cache").symlink_to(cache)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        run_train("steps=1", "name=x")
-    return folder
+    return train_smoke_runs(tmp_path_factory.mktemp("one_run"), cache, ("steps=1", "name=x"))
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from engine.run import Run
 from measure import curves, evaluation, tasks
 from measure.curves import Curve, Row, better_control, controls, read_curve, select
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
+from measure.losses import verdict
 from measure.positions import position_rows
 from measure.statistics import bootstrap, difference, gain
 from measure.tasks import Piece, Task
@@ -43,8 +44,8 @@ from tests.helpers import (
     eval_settings,
     held_out,
     run_eval,
-    run_train,
     stub_evaluation,
+    train_smoke_runs,
 )
 
 OLD_CURVE = ROOT / "tests" / "data" / "curve_format2.jsonl"  # two rows of a curve that an earlier version wrote
@@ -242,6 +243,14 @@ def test_long_lengths_share_windows_whatever_the_longest_length_is():
 def test_windows_do_not_overlap_in_a_short_document(length, want):
     task = Matched(long_text(length, 9000), 64, 2, scored_tokens=64, windows=8, far_windows=2)
     assert task.planned == want and (np.diff(task.ends, axis=1) >= 64).all()
+
+
+def test_one_document_gives_no_interval_and_no_verdict():
+    a, b = row([20.0, 10.0], windows=(0, 1)), row([10.0, 10.0], windows=(0, 1))
+    assert a.documents == 1
+    mean, low, high = gain(b, a)
+    assert mean == 0.5 and math.isnan(low) and math.isnan(high)
+    assert "no different from" in verdict(b, a)
 
 
 def with_training_text(corpus: corpora.HeldOut, train: np.ndarray) -> Corpus:
@@ -504,15 +513,9 @@ def test_lengths_that_score_fewer_windows_are_shown_on_the_level_of_all_windows(
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, cache):
     """Three smoke runs: rope (trained long enough to beat a unigram model), alibi and learned."""
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / ".cache").symlink_to(cache)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "argv", ["test"])
-        run_train("pos=learned", "name=learned", "steps=2")
-        run_train("pos=rope", "name=rope", "steps=60", "optim.lr=5e-3", "optim.warmup=5")
-        run_train("pos=alibi", "name=alibi", "steps=2")
-    return folder
+    rope = ("pos=rope", "name=rope", "steps=60", "optim.lr=5e-3", "optim.warmup=5")
+    others = [(f"pos={pos}", f"name={pos}", "steps=2") for pos in ("learned", "alibi")]
+    return train_smoke_runs(tmp_path_factory.mktemp("trained"), cache, others[0], rope, others[1])
 
 
 FEW = ("documents=3", "task.windows=2")

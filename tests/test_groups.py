@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from measure.groups import Groups, group_rows, print_groups, ratio, target_losse
 from measure.key_tokens import key_token_groups
 from measure.statistics import bootstrap, gain
 from model.scaling import ContextChange
-from tests.helpers import StubModel, held_out, run_eval, run_train, stub_evaluation
+from tests.helpers import StubModel, held_out, run_eval, stub_evaluation, train_smoke_runs
 
 # ---- n-grams ----
 
@@ -264,14 +263,8 @@ def test_targets_without_losses_are_one_line(tmp_path):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, cache) -> Path:
     """A folder with runs/rope, and runs/tuned, fine-tuned from it at 128 tokens."""
-    folder = tmp_path_factory.mktemp("groups")
-    (folder / ".cache").symlink_to(cache)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "argv", ["test"])
-        run_train("name=rope", "steps=2")
-        run_train("name=tuned", "init=rope", "ctx=128", "scaling=pi", "steps=1")
-    return folder
+    tuned = ("name=tuned", "init=rope", "ctx=128", "scaling=pi", "steps=1")
+    return train_smoke_runs(tmp_path_factory.mktemp("groups"), cache, ("name=rope", "steps=2"), tuned)
 
 
 def test_eval_prints_and_writes_gains_by_group(trained, monkeypatch, capsys):

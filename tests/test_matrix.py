@@ -14,7 +14,7 @@ from conf.registry import yaml_values
 from engine.run import Run
 from measure.curves import read_curve
 from measure.evaluation import NONE, WINDOW, Evaluation
-from studies import matrix
+from studies import matrix, plan
 from studies.rows import Rows, read_rows
 from tests.helpers import ROOT, choices, command, eval_settings, run_train, train_settings
 from train import train
@@ -32,16 +32,16 @@ NEW_COLUMNS = {"texts", "windows", "documents"}  # which rows of the first versi
 # ---- the plan ----
 
 
-@pytest.mark.parametrize("size", matrix.SIZES)
+@pytest.mark.parametrize("size", plan.SIZES)
 def test_plan_trains_every_encoding_base_and_extension_with_every_seed(size):
-    size = matrix.SIZES[size]
-    jobs = matrix.plan(size, size.seeds)
+    size = plan.SIZES[size]
+    jobs = plan.planned_jobs(size, size.seeds)
     assert len({job.name for job in jobs}) == len(jobs)
     for seed in size.seeds:
         names = {job.name for job in jobs if job.seed == seed}
         assert {f"{pos}-s{seed}" for pos in choices("pos")} <= names
-        assert {f"base{base}-s{seed}" for base in matrix.BASES} <= names
-        assert {f"{m}-{n}-s{seed}" for m in matrix.EXTENSIONS for n in size.finetune} <= names
+        assert {f"base{base}-s{seed}" for base in plan.BASES} <= names
+        assert {f"{m}-{n}-s{seed}" for m in plan.EXTENSIONS for n in size.finetune} <= names
     seen = set()
     for job in jobs:
         assert any(x in (job.part, job.name) for x in ("encodings", "base", "finetune"))
@@ -60,12 +60,12 @@ def test_plan_trains_every_encoding_base_and_extension_with_every_seed(size):
 
 def test_a_table_of_positions_gets_rows_for_the_longest_length():
     """Found by the knob, not by the encoding's name."""
-    size = matrix.SIZES["default"]
-    for job in matrix.encoding_jobs(size, 0, first=True):
+    size = plan.SIZES["default"]
+    for job in plan.encoding_jobs(size, 0, first=True):
         pos = job.name.removesuffix("-s0")
         has_table = "max_positions" in yaml_values("pos", pos)
         assert (f"pos.max_positions={max(size.lengths)}" in job.train) == has_table
-    assert any("pos.max_positions=8192" in job.train for job in matrix.plan(size, (0,)))
+    assert any("pos.max_positions=8192" in job.train for job in plan.planned_jobs(size, (0,)))
 
 
 def opened(name: str) -> Run:
@@ -93,9 +93,9 @@ def test_rows_have_the_columns_of_the_committed_ones(here):
     evaluation = Evaluation(run, eval_settings("ctx=[32,64]", *settings), torch.device("cpu"))
     with evaluation.running([]):
         curves = {method.label: evaluation.curve(method) for method in (NONE, WINDOW)}
-    size = replace(matrix.SIZES["quick"], documents=3, windows=2)
+    size = replace(plan.SIZES["quick"], documents=3, windows=2)
     for part, more in (("encodings", {}), ("finetune", {"method": "pi", "finetune_steps": 1, "percent": 50.0})):
-        job = matrix.Job(part, "a-s0", 0, (), 1, (32, 64), columns=more)
+        job = plan.Job(part, "a-s0", 0, (), 1, (32, 64), columns=more)
         gathered = matrix.gather(job, run, "python train.py name=a-s0")
         of_version = [x for x in gathered[0] if x in columns[part, False] or x not in NEW_COLUMNS]
         assert {tuple(row) for row in gathered} == {tuple(gathered[0])} and of_version == columns[part, False]
@@ -104,7 +104,7 @@ def test_rows_have_the_columns_of_the_committed_ones(here):
     assert first["nll"] == in_file.nll == curves["none"].first.nll and first["loss"] == in_file.loss
     assert first["windows"] == [0, 1] and len(first["nll"]) == 3 * 2
     assert first["pos"] == "rope" and first["in_window"] == run.validation["bits_per_byte"] and first["base"] == 10000
-    job = matrix.Job("encodings", "a-s0", 0, (), 1, (32, 64))
+    job = plan.Job("encodings", "a-s0", 0, (), 1, (32, 64))
     for row in matrix.shifted(job, run, size, "python train.py name=a-s0"):
         assert [x for x in row if x in columns["encodings", True] or x not in NEW_COLUMNS] == columns["encodings", True]
         assert row["n"] == 32 and row["windows"] == [0, 1] and len(row["nll"]) == 3 * 2
@@ -172,7 +172,7 @@ def test_the_readme_quotes_what_the_rows_give():
 
 def test_the_committed_rows_say_where_they_come_from():
     rows = committed_rows()
-    names = {job.name for job in matrix.plan(matrix.SIZES["default"], (0, 1, 2))}
+    names = {job.name for job in plan.planned_jobs(plan.SIZES["default"], (0, 1, 2))}
     for row in rows:
         assert row["name"] in names and re.fullmatch(r"[0-9a-f]{7,}", row["commit"]), row["name"]
         assert row["command"].startswith("python train.py ") and len(row["nll"]) == 32 * len(row.get("windows", [0]))
@@ -186,6 +186,6 @@ def test_a_damaged_file_of_rows_is_a_user_error(tmp_path):
 
 
 def test_seeds_are_whole_numbers():
-    assert matrix.parse_seeds("0,2") == (0, 2)
+    assert plan.parse_seeds("0,2") == (0, 2)
     with pytest.raises(UserError, match="--seeds=0,x: must be whole numbers"):
-        matrix.parse_seeds("0,x")
+        plan.parse_seeds("0,x")

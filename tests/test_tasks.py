@@ -41,8 +41,8 @@ from tests.helpers import (
     held_out_text,
     random_lines,
     run_eval,
-    run_train,
     stub_evaluation,
+    train_smoke_runs,
 )
 
 WITH_ANSWER = [
@@ -403,13 +403,7 @@ def test_curves_of_different_lengths_are_described_by_their_own(capsys):
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory, cache) -> Path:
     """A folder with runs/rope, trained for 20 steps."""
-    folder = tmp_path_factory.mktemp("smoke")
-    (folder / ".cache").symlink_to(cache)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "argv", ["test"])
-        run_train("name=rope", "steps=20", "optim.lr=5e-3")
-    return folder
+    return train_smoke_runs(tmp_path_factory.mktemp("smoke"), cache, ("name=rope", "steps=20", "optim.lr=5e-3"))
 
 
 @pytest.fixture
