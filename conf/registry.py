@@ -93,7 +93,7 @@ def build_from_knobs(function: Callable, knobs: dict[str, Any], group: str, *arg
             kind, names = knobs.get("kind"), ", ".join(accepted) or "none"
             raise UserError(f"{group}.{key}={value}: no such setting of {group}={kind}, which has {names}")
         if not has_type(value, hints.get(key, Any)):
-            expected = str(getattr(hints[key], "__name__", hints[key]))
+            expected = hints[key].__name__ if inspect.isclass(hints[key]) else str(hints[key])
             raise UserError(f"{group}.{key}={value}: must be of type {expected}")
     for key in accepted:
         if key not in values and parameters[key].default is inspect.Parameter.empty:

@@ -41,9 +41,11 @@ def failed_job(error: Exception) -> FailedJob:
 def raise_failures(batches: list[Any]) -> None:
     """Raise an error that lists the failed jobs, if there are any: a UserError unless one of them is a bug of ours.
 
-    batches: what Hydra's launch of a sweep returns.
+    batches: what Hydra's launch of a sweep returns. hydra-core 1.4 launches other work the same way, which may return a
+    list of something else.
     """
-    jobs = [job.return_value for batch in batches for job in batch if isinstance(job, JobReturn)]
+    lists = [batch for batch in batches if isinstance(batch, list)]
+    jobs = [job.return_value for batch in lists for job in batch if isinstance(job, JobReturn)]
     failed = [job for job in jobs if isinstance(job, FailedJob)]
     if failed:
         names = "; ".join(job.job for job in failed)

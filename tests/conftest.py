@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # A Hydra main function composes all settings twice, a tenth of a second each: the first time only for `hydra.mode`,
     # which no config of ours sets. With None it goes by the flag -m, as it then does anyway. The processes that tests
     # start run the real one.
-    Hydra.get_mode = lambda self, config_name, overrides: None
+    Hydra.get_mode = lambda *args, **kwargs: None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import OmegaConf
@@ -72,6 +73,12 @@ def test_one_failing_job_does_not_lose_the_others_and_finished_ones_are_skipped(
     new = {(Path(f).parts[1], Path(f).name.split("-")[0]) for f in after.keys() - curves.keys()}
     assert new == {(name, "pi") for name in names}
     assert sorted(p.name for p in here.iterdir() if p.name not in ("wandb", ".cache")) == ["runs"]
+
+
+def test_lists_that_are_no_results_of_a_sweep_fail_nothing():
+    """hydra-core 1.4 parses the overrides in a launch of its own, which returns their list."""
+    raise_failures([OverridesParser.create().parse_override("x=1")])
+    raise_failures([])
 
 
 @pytest.mark.parametrize("bug", [False, True])
