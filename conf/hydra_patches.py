@@ -8,11 +8,13 @@
    the failed jobs at the end (conf/sweeps.py). To delete when Hydra's basic launcher continues after a failed job.
 4. `run_main` can rewrite arguments before Hydra parses them. `exp=NAME` is a config group of train.py, so eval.py and
    sample.py cannot have a plain setting of that name (`exp_selects_runs`). sample.py quotes its prompt.
+5. hydra-core 1.4 warns of `version_base`, without which 1.3 warns. To delete, with the argument, with 1.3.
 """
 
 import functools
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,13 +26,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from conf.errors import UserError, user_errors_in_one_line
 
+warnings.filterwarnings("ignore", "The version_base parameter is deprecated")  # by 1.4; 1.3 needs it
+
 
 def hydra_message(e: BaseException) -> str:
     """The message of a Hydra or OmegaConf error in one line, without key types, search paths and links."""
     text = str(e) if e.__cause__ is None or not isinstance(e, HydraException) else f"{e}: {e.__cause__}"
     unwanted = "full_key|object_type|reference_type|Set the environment variable HYDRA_FULL_ERROR|See https?://"
-    text = re.sub(rf"\n\s*({unwanted})[^\n]*", "", text)
-    text = re.sub(r"\s*Config search path:.*", "", text, flags=re.S)
+    text = re.sub(rf"\n\s*({unwanted})[^\n]*|(?s:\s*Config search path:.*)", "", text)
     return re.sub(r"\s+", " ", text.replace("\n\t", ", ").replace(":, ", ": ")).strip()
 
 

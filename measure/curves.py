@@ -68,8 +68,7 @@ class Row:
 
     def document_losses(self, windows: Iterable[int]) -> np.ndarray:
         """The mean nats per token of each document over these windows, [documents]."""
-        picked = [self.windows.index(window) for window in windows]
-        nats = np.array(self.nll).reshape(self.documents, len(self.windows))[:, picked]
+        nats = np.array(self.nll).reshape(self.documents, -1)[:, [self.windows.index(w) for w in windows]]
         return nats.mean(axis=1) / self.targets_per_window
 
 
