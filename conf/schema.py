@@ -236,7 +236,7 @@ def flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-structured = functools.cache(OmegaConf.structured)  # of a dataclass; merging copies it
+schema_of = functools.cache(OmegaConf.structured)  # of a dataclass; merging copies it
 
 
 def to_object(cfg: DictConfig, kind: type[Any]) -> Any:
@@ -246,7 +246,7 @@ def to_object(cfg: DictConfig, kind: type[Any]) -> Any:
     """
     try:
         # As plain values: a DictConfig may have keys that its schema lacks, added with +KEY=VALUE
-        merged = OmegaConf.merge(structured(kind), OmegaConf.to_container(cfg))
+        merged = OmegaConf.merge(schema_of(kind), OmegaConf.to_container(cfg))
         if missing := OmegaConf.missing_keys(merged):
             raise UserError(f"{', '.join(sorted(missing))}: must be given a value")
         return OmegaConf.to_object(merged)

@@ -27,7 +27,7 @@ def failed_job(error: Exception) -> FailedJob:
     With HYDRA_FULL_ERROR=1 in the environment a user error counts as a bug. An error that only one rank has is raised
     again: the other ranks wait for this one in the middle of the job, so there can be no next one.
     """
-    if isinstance(error, OneRankError) and "WORLD_SIZE" in os.environ:
+    if isinstance(error, OneRankError) and os.environ.get("WORLD_SIZE", "1") != "1":
         raise JobFailed from error
     job = " ".join(HydraConfig.get().overrides.task)
     bug = not isinstance(error, UserError) or os.environ.get("HYDRA_FULL_ERROR") == "1"

@@ -99,14 +99,14 @@ def check_fits(cfg: TrainConfig, encoding: Encoding, ctx: int, scalings: Sequenc
         resolve(scalings[0], gpt.trained_context(cfg, encoding), ctx, ctx, scalings[1:])
 
 
-def find_runs(runs: str, pattern: str = "*") -> dict[str, TrainConfig]:
+def find_runs(runs: str, name: str | None = None) -> dict[str, TrainConfig]:
     """Name -> settings of every run in the folder `runs` that has a checkpoint, newest first.
 
-    pattern: of the names, as in glob. Only config.json is read, not the weights. Folders that are not runs are ignored.
+    name: of the only run to look for. Only config.json is read, not the weights. Folders that are not runs are ignored.
     """
-    newest_first = sorted(Path(runs).glob(f"{pattern}/ckpt.pt"), key=lambda p: p.stat().st_mtime, reverse=True)
+    newest_first = sorted(Path(runs).glob("*/ckpt.pt"), key=lambda p: p.stat().st_mtime, reverse=True)
     found = {}
-    for path in newest_first:
+    for path in (path for path in newest_first if name in (None, path.parent.name)):
         with contextlib.suppress(OSError, ValueError):  # a folder that is not a run of ours
             found[path.parent.name] = from_dict(json.loads((path.parent / "config.json").read_text()))
     return found
@@ -125,7 +125,7 @@ def pick_run(
 
     Runs that do not fit are skipped and listed in the reason. UserError if no run fits.
     """
-    found = find_runs(runs, name or "*")
+    found = find_runs(runs, name)
     if name is not None:
         if name not in found:
             raise UserError(f"run={name}: no trained run of that name in {runs}/: {known_runs(runs)}")

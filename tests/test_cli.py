@@ -168,6 +168,11 @@ def one_run(tmp_path_factory, cache) -> Path:
         (["scaling=llama3", "scaling.low_freq_factor=5"], r"scaling\.high_freq_factor=4\.0: must be greater than low"),
         (["ctx=32"], r"ctx=32: must be at least 64 with task=matched"),
         (["task.scored_tokens=0"], r"task\.scored_tokens=0: must be at least 1"),
+        # Names that would be patterns of files, or paths
+        (["run=/tmp/x"], r"run=/tmp/x: no trained run of that name in runs/: there are x"),
+        (["run='a**'"], r"run=a\*\*: no trained run of that name"),
+        (["run='*'"], r"run=\*: no trained run of that name"),
+        (["run=''"], r"run=: no trained run of that name"),
     ],
 )
 def test_an_evaluation_of_a_run_refuses_settings_in_one_line(argv, right, one_run, monkeypatch):
