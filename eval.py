@@ -54,8 +54,8 @@ def evaluate(cfg: EvalConfig) -> None:
 
     # ---- measure: lengths that have been measured before are read from their files, the others are computed ----
     missing = {m.label: evaluation.missing_lengths(m, cfg.fresh) for m in methods}
-    lengths = [n for ns in missing.values() for n in ns]
-    with evaluation.running(lengths, more_tokens=breakdowns.tokens if breakdowns else 0):
+    work = [(m, n) for m in methods for n in missing[m.label]]
+    with evaluation.running(work, more_flops=breakdowns.flops if breakdowns else 0):
         measured = [evaluation.curve(m, cfg.fresh) for m in methods]
         if breakdowns:
             breakdowns.measure()

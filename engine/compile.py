@@ -1,4 +1,4 @@
-"""When and what torch.compile compiles, in training and in evaluation."""
+"""When and what torch.compile compiles in training."""
 
 import shutil
 
@@ -23,19 +23,6 @@ def compile_blocks(model: GPT) -> None:
     for block in model.blocks:
         block.compile(dynamic=False)
     model._block_losses = torch.compile(model._block_losses, dynamic=False)
-
-
-def compile_for_evaluation(model: GPT, backend: str = "inductor") -> None:
-    """Compile the blocks except for attention itself, in place, for any batch and length.
-
-    Attention depends on the method, so it would be compiled anew for each, and its kernels are no faster then.
-    """
-    torch._dynamo.config.suppress_errors = True
-    # Of one function: for a batch of one, fewer queries, ReRoPE, log-n ...
-    torch._dynamo.config.recompile_limit = 64  # ty: ignore[invalid-assignment]
-    attention.attend = torch.compiler.disable(attention.attend)
-    for block in model.blocks:
-        block.compile(dynamic=True, backend=backend)
 
 
 def should_compile(setting: str, device: torch.device, flops: float) -> bool:

@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager
 
 import torch
+from torch import nn
 
 import kernels
 from conf.errors import UserError
@@ -55,6 +56,22 @@ def uses_bfloat16(device: torch.device, dtype: str) -> bool:
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
+def tokens_per_pass(device: torch.device, model: nn.Module) -> int:
+    """How many tokens to evaluate in one forward pass, in several windows where they are short."""
+    if device.type != "cuda":
+        return 2048  # so that activations stay in a CPU's cache: 1.2 times the speed of 8192
+    widest = max(m.out_features for m in model.modules() if isinstance(m, nn.Linear))
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(2048, min(2**18, free // 4 // (32 * widest)))  # at most 8 float32 activations of that width at a time
+
+
+def store_in_bfloat16(model: nn.Module) -> None:
+    """Keep the weights of linear layers in bfloat16, in place: the values that autocast would compute in each pass."""
+    for m in model.modules():
+        if isinstance(m, nn.Linear):
+            m.weight = nn.Parameter(m.weight.to(torch.bfloat16), requires_grad=False)
+
+
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager:
-    """torch.autocast to bfloat16, disabled where `uses_bfloat16` is false. Weights are float32 in either case."""
+    """torch.autocast to bfloat16, disabled where `uses_bfloat16` is false. float32 weights are cast in each pass."""
     return torch.autocast(device.type, torch.bfloat16, enabled=uses_bfloat16(device, dtype))

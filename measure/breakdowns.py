@@ -10,6 +10,7 @@ from measure.curves import Curve
 from measure.evaluation import Evaluation, Method
 from measure.groups import report
 from measure.key_tokens import key_token_groups
+from model.scaling import NO_CHANGE
 
 
 class Breakdowns:
@@ -23,7 +24,8 @@ class Breakdowns:
         if cfg.key_tokens:
             self.groups.append(key_token_groups(evaluation, cfg.key_tokens, cfg.runs))
         # Processed by `measure`: the first ctx tokens of each document, with each method
-        self.tokens = cfg.by_position * len(methods) * len(evaluation.task.names) * evaluation.ctx
+        shape = (cfg.by_position * len(methods) * len(evaluation.task.names), evaluation.ctx)
+        self.flops = evaluation.flops(shape, evaluation.ctx, NO_CHANGE)
         self.by_position: dict[str, list[dict]] = {}
 
     def measure(self) -> None:

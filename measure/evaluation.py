@@ -25,16 +25,14 @@ from conf.eval_schema import EvalConfig
 from conf.registry import describe, yaml_values
 from engine import device as devices, distributed
 from engine.checkpoint import write_atomically
-from engine.compile import compile_for_evaluation
 from engine.progress import progress_bar
 from engine.run import Run
 from engine.signals import StopSignal
+from engine.throughput import flops_per_token
 from measure.curves import FORMAT, Curve, Row, losses_file, read_curve, write_jsonl
 from measure.statistics import bootstrap
 from measure.tasks import Piece, build
 from model.scaling import ContextChange
-
-TOKENS_PER_PASS = 8192  # tokens in one forward pass: several windows at short lengths, one at long ones
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,12 @@ class Evaluation:
         self.texts = identity.hexdigest()[:12]
         self.targets = {n: self._key(identity.copy(), n) for n in self.lengths}
         self.dtype_name = "bfloat16" if devices.uses_bfloat16(device, cfg.dtype) else "float32"
+        self.n_parameters = sum(p.numel() for p in run.model.parameters())
         self.stop, self.bar = StopSignal(), progress_bar(0, hidden=True)
         if cfg.compile:
-            compile_for_evaluation(run.model)
+            from engine.compile_evaluation import compile_blocks
+
+            compile_blocks(run.model)
 
     # ---- what identifies the targets and a curve ----
 
@@ -127,16 +128,30 @@ class Evaluation:
     # ---- while it runs ----
 
     @contextmanager
-    def running(self, lengths: Sequence[int], more_tokens: int = 0) -> Generator[None]:
+    def running(self, work: Sequence[tuple[Method, int]], more_flops: float = 0) -> Generator[None]:
         """Context manager around all measurements: a progress bar, and a clean stop at SIGINT and SIGTERM.
 
-        lengths: all lengths that will be measured, one for each method. more_tokens: of other measurements.
+        work: all methods and lengths that will be measured. more_flops: of other measurements.
         """
-        costs = {n: sum(piece.tokens.numel() for piece in self.task.pieces(n)) for n in {*lengths}}
-        tokens = sum(costs[n] for n in lengths) + more_tokens
-        self.bar, no_deadlock = progress_bar(tokens, hidden=not tokens), distributed.ranks().exit_if_a_rank_dies
+        flops = more_flops
+        for method, n in work:
+            change = self.change(method, n)
+            for piece in self.task.pieces(n) if method == NONE or not self.changes_nothing(change, n) else []:
+                flops += self.flops(piece.tokens.shape, piece.targets.shape[1], change)
+        no_deadlock = distributed.ranks().exit_if_a_rank_dies
+        self.bar = progress_bar(flops, hidden=not flops, unit="FLOP")
         with closing(self.bar), StopSignal() as self.stop, no_deadlock(self.stop), torch.inference_mode():
             yield
+
+    def flops(self, shape: Sequence[int], scored: int, change: ContextChange) -> float:
+        """Those of one pass over tokens of this shape [B, n]: an honest measure of its share of the time.
+
+        Counting tokens is not: attention to a long context takes longer than to a short one.
+        """
+        m = self.run.cfg.model
+        n = change.reach(shape[1], scored, m.n_layers)
+        # A third of those of training; the mask is causal, so a token attends to half of the context
+        return shape[0] * n * flops_per_token(self.n_parameters, m, min(n, change.window or n) // 2) / 3
 
     # ---- losses ----
 
@@ -153,8 +168,9 @@ class Evaluation:
                 result = torch.stack((nats.view_as(targets), (logits.argmax(-1) == targets).float()), dim=-1)
             else:
                 result = self.run.model.losses(tokens, targets, change=change)
-        # The bar counts the tokens of all ranks; the others process about as many as this one
-        self.bar.update(min(tokens.numel() * distributed.world(), self.bar.total - self.bar.n))  # ty: ignore[unsupported-operator]
+        # The bar counts the work of all ranks; the others do about as much as this one
+        done = self.flops(tokens.shape, targets.shape[1], change) * distributed.world()
+        self.bar.update(min(done, self.bar.total - self.bar.n))  # ty: ignore[unsupported-operator]
         if self.stop:
             self.bar.write(f"stopped; the lengths that were finished are in {self.run.folder / 'eval'}")
             sys.exit(self.stop.exit_code)
@@ -163,9 +179,9 @@ class Evaluation:
     def measure(self, piece: Piece, change: ContextChange) -> np.ndarray:
         """The losses of a piece's scored targets, float64 [B, scored] or with accuracy [B, scored, 2].
 
-        Computed in passes of TOKENS_PER_PASS tokens; ranks share the passes and all get the complete result.
+        Computed in passes of several windows; ranks share the passes and all get the complete result.
         """
-        size = max(1, TOKENS_PER_PASS // piece.tokens.shape[1])
+        size = max(1, devices.tokens_per_pass(self.device, self.run.model) // piece.tokens.shape[1])
         passes = list(zip(piece.tokens.split(size), piece.targets.split(size), strict=True))
         # The size of a pass does not depend on the number of ranks, so every number equals that of one process
         local = [self.losses(*part, change) for part in passes[distributed.rank() :: distributed.world()]]
@@ -188,14 +204,33 @@ class Evaluation:
         """(the row of a method at length n, and one for each distance of the task; the losses of all targets)"""
         began = time.monotonic()
         self.bar.set_postfix_str(f"{method.label}, n={n}", refresh=False)
-        change = self.run.change(method.scalings, n, self.ctx)
-        measured = [(piece, self.measure(piece, change)) for piece in self.task.pieces(n)]
+        change, pieces = self.change(method, n), self.task.pieces(n)
+        losses = self.losses_without_scaling(n) if method != NONE and self.changes_nothing(change, n) else None
+        if losses is None:
+            measured = [(piece, self.measure(piece, change)) for piece in pieces]
+        else:
+            ends = np.cumsum([piece.scored_targets().shape[1] for piece in pieces])[:-1]
+            measured = list(zip(pieces, np.split(losses, ends, axis=1), strict=True))
         seconds = round(time.monotonic() - began, 2)
         rows = []
         for distance in (None, *sorted({p.distance for p, _ in measured if p.distance is not None})):
             parts = [(piece, losses) for piece, losses in measured if distance in (None, piece.distance)]
             rows.append(self.row(method, n, change, parts, distance, seconds))
         return rows, np.concatenate([losses for _, losses in measured], axis=1).astype(np.float32)
+
+    def change(self, method: Method, n: int) -> ContextChange:
+        return self.run.change(method.scalings, n, self.ctx)
+
+    def changes_nothing(self, change: ContextChange, n: int) -> bool:
+        """Whether the model computes the same as without scaling at length n, as most methods do up to L."""
+        own = self.run.context.frequencies
+        return change.effect(n, own) == self.change(NONE, n).effect(n, own)
+
+    def losses_without_scaling(self, n: int) -> np.ndarray | None:
+        """The losses of all targets without scaling, as `measure` returns them, if they are in a file already."""
+        rows = self.measured_rows(NONE).get(n)
+        file = losses_file(self.curve_file(NONE), rows[0]) if rows else None
+        return np.load(file).astype(np.float64) if file and file.exists() else None
 
     def row(
         self, method: Method, n: int, change: ContextChange, measured: list[tuple[Piece, np.ndarray]],

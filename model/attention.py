@@ -7,6 +7,7 @@ place in the sequence, 0 .. T - 1; `positions` are the numbers that the encoding
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,10 @@ QUERY_BLOCK = 512  # queries that are processed together where a mask is needed,
 
 @dataclass
 class Heads:
-    """Rotated heads, each [B, H, ., D]: q for the last S tokens, k and v for all T."""
+    """Rotated heads: q [B, H, S, D] for the last S tokens, k and v [B, H, T, D] for all T.
+
+    In inference on a CPU k and v may have G heads: its SDPA shares them between query heads without a copy.
+    """
 
     q: Tensor
     k: Tensor
@@ -114,8 +118,14 @@ class Attention(nn.Module):
         return heads
 
     def by_head(self, x: Tensor) -> Tensor:
-        """[B, T, H or G, D] -> [B, H, T, D]; each key-value head serves H / G query heads."""
-        return x.transpose(1, 2).repeat_interleave(self.H // x.shape[2], dim=1)
+        """[B, T, H or G, D] -> [B, H, T, D], where each key-value head serves H / G query heads, or [B, G, T, D]."""
+        shared = x.device.type == "cpu" and not torch.is_grad_enabled()
+        return x.transpose(1, 2) if shared else repeat_heads(x.transpose(1, 2), self.H)
+
+
+def repeat_heads(x: Tensor, H: int) -> Tensor:
+    """Key-value heads [B, G, T, D] -> one for each query head, [B, H, T, D]. Not a copy if G = H."""
+    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1)
 
 
 def attend(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange) -> Tensor:
@@ -140,7 +150,7 @@ def attend(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange
 
             return attend_key_bias(heads, key_bias)
         if not pos.has_bias:  # one fused kernel and no mask
-            return F.scaled_dot_product_attention(heads.q, heads.k, heads.v, is_causal=True)
+            return attend_causal(heads.q, heads.k, heads.v)
     return attend_blockwise(heads, pos, positions, change, window)
 
 
@@ -164,22 +174,33 @@ def attend_blockwise(
 
     Never compiled (engine/compile.py), for the reason that attend_written_out gives.
     """
-    outputs = []
-    for block in query_blocks(heads, pos, positions, change, window):
+    outputs, start = [], 0
+    if window is not None and not pos.has_bias and heads.q.shape[2] == heads.k.shape[2]:
+        start = window  # the first queries see all earlier keys
+        outputs.append(attend_causal(*(x[:, :, :window] for x in (heads.q, heads.k, heads.v))))
+    for block in query_blocks(heads, pos, positions, change, window, start):
         k, v = block.visible(heads.k), block.visible(heads.v)  # [B, H, keys, D]
         outputs.append(attend_masked(heads.q[:, :, block.rows], k, v, block.mask))
     return torch.cat(outputs, dim=2)
 
 
+def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """SDPA of q [B, H, T, D] to k and v [B, H or G, T, D] without a mask -> [B, H, T, D]."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
+
+
 def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
-    """SDPA of q [B, H, queries, D] to k and v [B, H, keys, D] -> [B, H, queries, D], with mask in its own precision.
+    """SDPA of q [B, H, queries, D] to k and v [B, H or G, keys, D] -> [B, H, queries, D], mask in its own precision.
 
     Without autocast, which would round a float32 mask to bfloat16. The CPU's kernels add it to the float32 scores of
     bfloat16 heads; CUDA's need one dtype for all four.
     """
     dtype = q.dtype if q.device.type == "cpu" else mask.dtype
     with torch.autocast(q.device.type, enabled=False):
-        return F.scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), mask, scale=scale).to(q.dtype)
+        y = F.scaled_dot_product_attention(
+            q.to(dtype), k.to(dtype), v.to(dtype), mask, scale=scale, enable_gqa=k.shape[1] < q.shape[1]
+        )
+        return y.to(q.dtype)
 
 
 @dataclass
@@ -189,7 +210,7 @@ class QueryBlock:
     rows: slice  # of the S queries
     sinks: int
     local: slice
-    distance: Tensor  # index of the query less index of the key, int64 [queries, keys]
+    index: slice  # of the queries in the sequence
     mask: Tensor  # the encoding's bias, and -inf in the future and outside the window, [1 or B, H, queries, keys]
 
     def visible(self, x: Tensor) -> Tensor:
@@ -204,28 +225,30 @@ def select_keys(x: Tensor, dim: int, sinks: int, local: slice) -> Tensor:
 
 
 def query_blocks(
-    heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, window: int | None
-) -> list[QueryBlock]:
-    """The S queries in blocks of at most QUERY_BLOCK, each with the keys it can see and its mask.
+    heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, window: int | None, first: int = 0
+) -> Iterator[QueryBlock]:
+    """The S queries from number `first` on, in blocks of at most QUERY_BLOCK, each with the keys it can see and a mask.
 
     window: the number of keys that each query sees, itself included; None: all earlier ones.
     """
-    H, S, T = *heads.q.shape[1:3], heads.k.shape[2]
-    index, blocks = torch.arange(T, device=heads.q.device), []
-    for start in range(0, S, QUERY_BLOCK):
+    q, S, T = heads.q, heads.q.shape[2], heads.k.shape[2]
+    for start in range(first, S, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, S)
         queries = slice(T - S + start, T - S + stop)  # as indices in the sequence
         local = slice(0 if window is None else max(0, queries.start - window + 1), queries.stop)
         sinks = 0 if window is None else min(change.sinks, local.start)
-        keys = select_keys(index, 0, sinks, local)
-        distance = index[queries, None] - keys
-        hidden = distance < 0
+        # Only the last keys can be in the future of a query, and only the first ones outside its window. Comparing all
+        # distances instead takes longer than the attention itself.
+        count = stop - start
+        hidden = q.new_full((count, count), -math.inf)
+        mask = q.new_zeros(count, sinks + local.stop - local.start)  # [queries, keys]
+        mask[:, -count:] = hidden.triu(1)
         if window is not None:
-            hidden |= (distance >= window) & (keys >= change.sinks)
+            oldest = max(local.start, change.sinks)  # the first key that the window can hide; sinks are always seen
+            edge = mask[:, change.sinks : change.sinks + count]
+            edge += hidden[:, : edge.shape[1]].tril(queries.start - oldest - window)
         bias = pos.bias(positions[..., queries], select_keys(positions, -1, sinks, local))
-        # bfloat16 could not hold ALiBi's slope x distance from distance 257 on
-        wide = torch.promote_types(heads.q.dtype, torch.float32)
-        mask = (heads.q.new_zeros(hidden.shape) if bias is None else bias.to(wide)).masked_fill(hidden, -math.inf)
-        mask = mask if mask.dim() == 4 else mask.expand(1, H, -1, -1)
-        blocks.append(QueryBlock(slice(start, stop), sinks, local, distance, mask))
-    return blocks
+        if bias is not None:  # bfloat16 could not hold ALiBi's slope x distance from distance 257 on
+            mask = bias.to(torch.promote_types(q.dtype, torch.float32)) + mask
+        mask = mask if mask.dim() == 4 else mask.expand(1, q.shape[1], -1, -1)
+        yield QueryBlock(slice(start, stop), sinks, local, queries, mask)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import Heads, attend_masked, query_blocks
+from model.attention import Heads, attend_masked, query_blocks, select_keys
 from model.pos import Encoding
 from model.scaling import ContextChange
 
@@ -28,7 +28,9 @@ def attend_clipped(heads: Heads, pos: Encoding, positions: Tensor, change: Conte
     D, clip, outputs = heads.q.shape[-1], change.clip, []
     for block in query_blocks(heads, pos, positions, change, window):
         k, v, k_far = (block.visible(x) for x in (heads.k, heads.v, heads.k_far))  # [B, H, keys, D]
-        far = block.distance >= clip  # [queries, keys]; keys are in order, so those that are far come first
+        index = torch.arange(block.local.stop, device=heads.q.device)
+        distance = index[block.index, None] - select_keys(index, 0, block.sinks, block.local)
+        far = distance >= clip  # [queries, keys]; keys are in order, so those that are far come first
         first_near, far_count = int(far[0].sum()), int(far[-1].sum())  # of the first query, of the last
         wide_q = torch.cat((heads.q[:, :, block.rows], heads.q_far[:, :, block.rows]), dim=-1)  # [B, H, queries, 2 D]
         wide_k = torch.cat((F.pad(k_far[:, :, :far_count], (D, 0)), F.pad(k[:, :, first_near:], (0, D))), dim=2)

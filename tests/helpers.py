@@ -188,6 +188,9 @@ class StubModel:
         self.needs, self.window_costs = needs, window_costs
         self.seen: list[int] = []
 
+    def parameters(self) -> list[torch.Tensor]:
+        return []
+
     def losses(self, tokens: torch.Tensor, targets: torch.Tensor, change: ContextChange) -> torch.Tensor:
         T, S = tokens.shape[1], targets.shape[1]
         self.seen.append(T)

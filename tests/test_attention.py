@@ -1,16 +1,18 @@
 """Attention: each way to attend against formulas written out here, and the scaling methods that change scores."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.compile import compile_for_evaluation
+from engine.compile_evaluation import compile_blocks
 from model import attention, gpt
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
-from tests.helpers import UNLIMITED, choices, encoding_of, model_of, random_tokens
+from tests.helpers import UNLIMITED, choices, encoding_of, model_of, more_positions, random_tokens
 
 # ---- every encoding, with and without a window ----
 
@@ -50,6 +52,67 @@ def test_window_control_is_full_attention_inside_the_window(pos):
         full = model(x)
         assert torch.equal(model(x, change=ContextChange(window=24)), full)
         assert (model(x, change=ContextChange(window=23)) - full).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("pos", choices("pos"))
+@pytest.mark.parametrize("change", [ContextChange(window=5), ContextChange(window=5, logn=8)])
+def test_tokens_that_cannot_reach_the_scored_ones_through_windows_are_left_out(pos, change, monkeypatch):
+    model, tokens = model_of(pos, *more_positions(pos, 40)), random_tokens(2, 40)
+    n_layers, last = len(model.blocks), 3
+    reach = last + n_layers * 4
+    want = model(tokens, change=change)[:, -last:]
+    processed = []
+    monkeypatch.setattr(
+        model.pos, "embed", lambda x, positions, f=model.pos.embed: processed.append(x) or f(x, positions)
+    )
+    with torch.no_grad():
+        got = model.last_logits(tokens, last, change)
+        assert processed[0].shape[1] == reach < 40 and (got - want).abs().max() < 1e-5  # xPos: float32
+        # The oldest of them does reach the scored ones, and the token before it does not
+        for index, reaches in ((40 - reach, True), (40 - reach - 1, False)):
+            other = tokens.clone()
+            other[:, index] = (other[:, index] + 1) % 7
+            assert ((model(other, change=change)[:, -last:] - want).abs().max() > 1e-12) == reaches
+        # Keys that every query sees reach from any distance
+        processed.clear()
+        model.last_logits(tokens, last, ContextChange(window=5, sinks=1))
+        assert processed[0].shape[1] == 40
+
+
+def test_key_value_heads_are_shared_without_a_copy_in_inference_on_a_cpu(monkeypatch):
+    model, seen = model_of("rope", "model.n_kv_heads=2"), []
+    monkeypatch.setattr(
+        attention, "attend_causal", lambda q, k, v, f=attention.attend_causal: seen.append(k) or f(q, k, v)
+    )
+    with torch.no_grad():
+        model(random_tokens())
+    assert all(k.shape[1] == 2 for k in seen)
+    x = torch.randn(1, 3, 5, 4)
+    assert attention.repeat_heads(x, 3) is x  # one key-value head for each query head: nothing to repeat
+
+
+@pytest.mark.process
+def test_the_memory_of_rerope_is_linear_in_the_length():
+    """Peak memory at 4, 8 and 16 thousand tokens: quadratic growth would add four times as much in the second step."""
+    program = """
+import resource, sys, torch
+from model import attention
+from model.scaling import ContextChange
+from tests.helpers import encoding_of
+from model.near_far_attention import attend_clipped
+T = int(sys.argv[1])
+heads = attention.Heads(*torch.zeros(5, 1, 1, T, 8).unbind())
+with torch.inference_mode():
+    attend_clipped(heads, encoding_of("rope"), torch.arange(T), ContextChange(clip=64), None)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+    def peak(T: int) -> int:
+        argv = [sys.executable, "-c", program, str(T)]
+        return int(subprocess.run(argv, check=True, capture_output=True, text=True).stdout)
+
+    first, second, third = (peak(T) for T in (4096, 8192, 16384))
+    assert third - second < 3 * (second - first)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-6), (torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
@@ -167,8 +230,8 @@ def test_blocks_compiled_for_evaluation_give_the_same_losses(monkeypatch):
 
     want = losses()
     calls.clear()
-    with torch._dynamo.config.patch(recompile_limit=8):  # restores what compile_for_evaluation sets
-        compile_for_evaluation(model, backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=8):  # restores what compile_blocks sets
+        compile_blocks(model, backend="eager")
         torch._dynamo.config.suppress_errors = False
         assert all(torch.equal(a, b) for a, b in zip(losses(), want, strict=True))
     assert len(calls) == len(inputs) and not any(calls)

@@ -62,9 +62,11 @@ def test_alibis_mask_is_slope_times_distance_to_the_last_bit():
     q = torch.zeros(1, 4, T, 16, dtype=torch.bfloat16)
     p = torch.arange(T)
     for block in attention.query_blocks(attention.Heads(q, q, q), encoding, p, ContextChange(), None):
-        visible = block.distance >= 0
+        distance = p[block.index, None] - p[block.local]
+        visible = distance >= 0
         for head, slope in enumerate(slopes(4)):
-            assert torch.equal(-block.mask[0, head][visible].double(), slope * block.distance[visible].double())
+            assert torch.equal(-block.mask[0, head][visible].double(), slope * distance[visible].double())
+            assert block.mask[0, head][~visible].eq(-torch.inf).all()
     (block,) = attention.query_blocks(
         attention.Heads(*q[:, :, :9].expand(3, -1, -1, -1, -1)), encoding_of("rope"), p[:9], ContextChange(), 5
     )

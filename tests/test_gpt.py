@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from conf.schema import ModelConfig
 from model import gpt
 from tests.helpers import SMALL, model_of, random_tokens, train_settings
 
@@ -42,3 +43,23 @@ def test_sizes_are_as_documented():
     with torch.device("meta"):
         model = gpt.build(train_settings("model=gpt2", "pos=learned", "ctx=1024", "batch_tokens=8192"), 50304)
     assert model.n_parameters() == pytest.approx(124e6, rel=0.01)
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "gelu_exact"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_and_gelu_as_one_operation_equal_float64(mlp, bias):
+    """Errors of bfloat16 only, and no larger than those of the two operations that training runs."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU has no bfloat16 in oneDNN")
+    torch.manual_seed(0)
+    layer, x = gpt.MLP(ModelConfig(n_layers=1, n_heads=4, width=64, mlp=mlp, mlp_bias=bias)), torch.randn(2, 30, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        two = layer(x).detach().double()
+        assert not gpt.fuses_gelu(x)
+        with torch.inference_mode():
+            assert gpt.fuses_gelu(x)
+            one = layer(x).double()
+    with torch.no_grad():
+        assert not gpt.fuses_gelu(x)  # in float32
+        want = layer.double()(x.double())
+    assert (one - want).abs().max() <= 1.5 * (two - want).abs().max() and (two - want).abs().max() < 0.01

@@ -69,6 +69,18 @@ class ContextChange:
         values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
         return {k: v for k, (v, default) in values.items() if isinstance(v, Tensor) or v != default}
 
+    def effect(self, n: int, inv_freq: Tensor | None) -> tuple:
+        """What this changes for n tokens: equal for two changes with equal results. inv_freq: the model's own."""
+        window, clip, logn = (x if x is not None and x < n else None for x in (self.window, self.clip, self.logn))
+        inv_freq = inv_freq if self.inv_freq is None else self.inv_freq
+        frequencies = None if inv_freq is None else tuple(inv_freq.tolist())
+        return frequencies, self.attention_factor, window, window and self.sinks, logn, clip, clip and self.leak
+
+    def reach(self, n: int, last: int, n_layers: int) -> int:
+        """How many of n tokens the outputs of the last ones can depend on: each layer sees window - 1 further back."""
+        limited = self.window is not None and not self.sinks
+        return min(n, last + n_layers * (self.window - 1)) if limited else n  # ty: ignore[unsupported-operator]
+
 
 NO_CHANGE = ContextChange()
 

@@ -1,0 +1,240 @@
+"""A GGUF file (the format of llama.cpp) in the form of a Hugging Face checkpoint: config.json, tensors, tokenizer.json.
+
+Its metadata become the keys of config.json and its tensors get Hugging Face's names, so that the families of
+hf/families.py read it. The `gguf` package parses the file and dequantises the tensors. Key and tensor names:
+github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from conf.errors import UserError, file_errors
+
+MAGIC = b"GGUF"
+
+# key of config.json -> key of the metadata without the architecture's name
+CONFIG = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length",
+    "vocab_size": "vocab_size",
+}
+# Metadata that do not change the logits, or whose values follow from others. Any other key of the architecture is an
+# error that names it.
+HARMLESS = ("rope.dimension_count", "attention.value_length", "rope.scaling.finetuned")
+SCALING = "rope.scaling."
+ROPE_TYPES = {"none": "default", "linear": "linear", "yarn": "yarn"}
+# module of a layer in the file -> in the checkpoint
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+# architecture -> whether q and k are permuted: llama.cpp rotates pairs (2i, 2i + 1) of this architecture
+PERMUTED = {"llama": True, "qwen2": False, "qwen3": False}
+
+# tokenizer.ggml.pre -> the patterns that split the text before byte-pair merges, as in llama.cpp (src/llama-vocab.cpp)
+GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+WORDS = {
+    "gpt-2": [GPT2_WORDS],
+    "smollm": [r"\p{N}", GPT2_WORDS],
+    "llama-bpe": [LLAMA3_WORDS],
+    "qwen2": [LLAMA3_WORDS.replace("{1,3}", "")],
+}
+NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6  # tokenizer.ggml.token_type
+
+
+@dataclass(frozen=True)
+class GGUF:
+    """The content of a file, in the form of a checkpoint's config.json, tensors and tokenizer.json."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Callable[[], Tensor]]  # name -> a function that dequantises it, to float32
+    tokenizer: dict[str, Any]
+    quantisation: str  # the type of most weights, such as Q4_1
+    finetune: str  # general.name, such as "Smollm2 135M"
+
+
+def open_gguf(path: Path) -> GGUF:
+    """UserError if the file is damaged, or has an architecture, a quantisation or a tokenizer that we do not read."""
+    try:
+        import gguf
+    except ImportError:
+        raise UserError(f"run=gguf:{path}: needs the gguf package: pip install gguf") from None
+    with file_errors(path), path.open("rb") as f:
+        if f.read(4) != MAGIC:
+            raise UserError(f"{path}: not a GGUF file")
+    try:
+        reader = gguf.GGUFReader(path)
+        values = {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as e:
+        reason = str(e).splitlines()[0][:80]
+        raise UserError(f"{path}: a GGUF file that is incomplete, damaged or of another version ({reason})") from None
+    arch = values.get("general.architecture")
+    if arch not in PERMUTED:
+        raise UserError(f"{path}: general.architecture={arch}: must be {', '.join(PERMUTED)}")
+    infos = {t.name: t for t in reader.tensors}
+    for t in infos.values():
+        if t.tensor_type.name not in ("F32", "F16") and t.tensor_type not in gguf.quants._type_traits:
+            raise UserError(
+                f"{path}: {t.name} is quantised as {t.tensor_type.name}, which the gguf package cannot read"
+            )
+    config = read_config(path, arch, values, infos)
+    heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
+
+    def tensor(name: str) -> Callable[[], Tensor]:
+        def load() -> Tensor:
+            x = torch.from_numpy(np.array(gguf.dequantize(infos[name].data, infos[name].tensor_type)))
+            module = name.split(".")[-2]
+            if PERMUTED[arch] and module in ("attn_q", "attn_k"):
+                x = unpermute(x, heads[module == "attn_k"])
+            return x
+
+        return load
+
+    tensors = {checkpoint_name(path, name): tensor(name) for name in infos if name != "rope_freqs.weight"}
+    kinds = [t.tensor_type.name for t in infos.values() if len(t.shape) == 2]
+    return GGUF(
+        config, tensors, tokenizer_json(path, values), max(kinds, key=kinds.count, default="F32"),
+        str(values.get("general.name", path.stem)),
+    )  # fmt: skip
+
+
+# ---- settings and weights ----
+
+
+def read_config(path: Path, arch: str, values: dict[str, Any], infos: dict[str, Any]) -> dict[str, Any]:
+    """The keys of config.json. UserError for metadata that are missing, or that we do not know."""
+    of_arch = {k.removeprefix(f"{arch}."): v for k, v in values.items() if k.startswith(f"{arch}.")}
+    config = {"model_type": arch, "hidden_act": "silu", "tie_word_embeddings": "output.weight" not in infos}
+    config["vocab_size"] = len(values.get("tokenizer.ggml.tokens", [])) or None
+    config |= {key: of_arch.pop(name) for key, name in CONFIG.items() if name in of_arch}
+    scaling = {k.removeprefix(SCALING): of_arch.pop(k) for k in [*of_arch] if k.startswith(SCALING)}
+    if unknown := [k for k in of_arch if k not in HARMLESS]:
+        raise UserError(f"{path}: {arch}.{unknown[0]}={of_arch[unknown[0]]}: not supported, and not ignored either")
+    if arch != "qwen2" and "blk.0.attn_q.bias" in infos:
+        config["attention_bias"] = True
+    kind = scaling.get("type", "none")
+    if kind not in ROPE_TYPES:
+        raise UserError(f"{path}: {arch}.{SCALING}type={kind}: must be {', '.join(ROPE_TYPES)}")
+    if kind != "none":
+        config["rope_scaling"] = {"rope_type": ROPE_TYPES[kind], "factor": scaling.get("factor")}
+        config["rope_scaling"]["original_max_position_embeddings"] = scaling.get("original_context_length")
+    if "rope_freqs.weight" in infos:  # Llama 3's ramp, as the divisor of each frequency
+        divisors = [float(x) for x in infos["rope_freqs.weight"].data]
+        config["rope_scaling"] = {"rope_type": "longrope", "attention_factor": 1.0, "short_factor": divisors,
+                                  "long_factor": divisors}  # fmt: skip
+    return config
+
+
+def checkpoint_name(path: Path, name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight. UserError for an unknown tensor."""
+    parts = name.split(".")
+    if len(parts) == 2 and parts[0] in OUTSIDE:
+        return f"{OUTSIDE[parts[0]]}.{parts[1]}"
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in LAYER:
+        return f"model.layers.{parts[1]}.{LAYER[parts[2]]}.{parts[3]}"
+    raise UserError(f"{path}: tensor {name} has no place in this model")
+
+
+def unpermute(x: Tensor, heads: int) -> Tensor:
+    """Rows of q or k [heads x D, C] (or a bias [heads x D]) from pairs (2i, 2i + 1) to pairs (i, i + D / 2)."""
+    return x.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(x.shape)
+
+
+# ---- tokenizer.json ----
+
+
+def tokenizer_json(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """The content of tokenizer.json. UserError if there is no tokenizer, or one of a kind that we do not read."""
+    kind, tokens = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.tokens")
+    if not tokens or kind is None:
+        raise UserError(f"{path}: has no tokenizer (tokenizer.ggml.tokens), and the text to score needs it")
+    types = values.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": i, "content": t, **flags} for i, t in enumerate(tokens) if types[i] in (CONTROL, USER_DEFINED)]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    shared = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "post_processor": None}
+    if kind == "gpt2":
+        merges = [merge.split(" ", 1) for merge in values.get("tokenizer.ggml.merges", [])]
+        return {**shared, **byte_level(path, values.get("tokenizer.ggml.pre")), "model": bpe(vocab, merges)}
+    if kind == "llama":
+        scores = values.get("tokenizer.ggml.scores")
+        if not scores:
+            raise UserError(f"{path}: tokenizer.ggml.scores: missing, and tokenizer.ggml.model=llama needs them")
+        prefix = bool(values.get("tokenizer.ggml.add_space_prefix", True))
+        model = bpe(vocab, sentencepiece_merges(tokens, scores)) | {"byte_fallback": True, "fuse_unk": True}
+        model["unk_token"] = tokens[values.get("tokenizer.ggml.unknown_token_id", 0)]
+        return {**shared, **sentencepiece(prefix), "model": model}
+    raise UserError(f"{path}: tokenizer.ggml.model={kind}: must be gpt2 or llama")
+
+
+def bpe(vocab: dict[str, int], merges: list[list[str]]) -> dict[str, Any]:
+    return {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+        "vocab": vocab, "merges": merges,
+    }  # fmt: skip
+
+
+def byte_level(path: Path, pre: str | None) -> dict[str, Any]:
+    """Normaliser, pre-tokeniser and decoder of a byte-level vocabulary. pre: the name of its word patterns."""
+    if pre not in WORDS:
+        raise UserError(f"{path}: tokenizer.ggml.pre={pre}: must be {', '.join(WORDS)}")
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    splits = [
+        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False} for regex in WORDS[pre]
+    ]
+    normalizer = {"type": "NFC"} if pre == "qwen2" else None
+    pre_tokenizer = {"type": "Sequence", "pretokenizers": [*splits, bytes_]}
+    return {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "decoder": bytes_}
+
+
+def sentencepiece(prefix: bool) -> dict[str, Any]:
+    """Normaliser and decoder of a SentencePiece vocabulary, where ▁ stands for a space; prefix: one before the text."""
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    normalizers = [*([{"type": "Prepend", "prepend": "▁"}] if prefix else []), spaces]
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    back = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+    }
+
+
+def sentencepiece_merges(tokens: list[str], scores: list[float]) -> list[list[str]]:
+    """Every way to split a token into two, the tokens with the highest scores first: SentencePiece has no list."""
+    ids = {token: i for i, token in enumerate(tokens)}
+    merges = []
+    for i in sorted(range(len(tokens)), key=lambda i: -scores[i]):
+        token = tokens[i]
+        splits = [(token[:k], token[k:]) for k in range(1, len(token)) if token[:k] in ids and token[k:] in ids]
+        merges += [list(pair) for pair in sorted(splits, key=lambda pair: (ids[pair[0]], ids[pair[1]]))]
+    return merges
