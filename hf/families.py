@@ -294,7 +294,7 @@ def llama(c: Config, ctx: int, train_ctx: int | None) -> Settings:
         head_dim=c.count("head_dim", default=128 if kind == "qwen3" else max(1, width // H)), width=width,
         mlp=activation(c, "hidden_act", kind != "arcee", "silu" if kind != "arcee" else "relu2"),
         mlp_width=c.count("intermediate_size"), tied_head=c.flag("tie_word_embeddings"),
-        norm_eps=c.number("rms_norm_eps", default=NORM_EPS.get(kind, 1e-6)),
+        norm_eps=c.number("rms_norm_eps", default=NORM_EPS.get(kind, 1e-6), least=1e-20),
         qk_norm=kind in ("qwen3", "olmo2"), qk_norm_weight=kind in ("qwen3", "olmo2"),
         qk_norm_all_heads=kind == "olmo2", residual="serial_post" if kind == "olmo2" else "serial",
         qkv_bias=kind == "qwen2" or attention_bias, out_bias=attention_bias,
@@ -332,7 +332,7 @@ def stablelm(c: Config, ctx: int, train_ctx: int | None) -> Settings:
         n_layers=c.count("num_hidden_layers"), n_heads=H, n_kv_heads=kv_heads(c, H), width=c.count("hidden_size"),
         mlp=activation(c, "hidden_act", True, "silu"), mlp_width=c.count("intermediate_size"),
         tied_head=c.flag("tie_word_embeddings"), qkv_bias=c.flag("use_qkv_bias"),
-        norm="layer", norm_eps=c.number("layer_norm_eps", default=1e-5),
+        norm="layer", norm_eps=c.number("layer_norm_eps", default=1e-5, least=1e-20),
         residual="parallel_shared" if c.flag("use_parallel_residual") else "serial",
     )  # fmt: skip
     key, parameters = rope_object(c)
@@ -348,7 +348,7 @@ def neox(c: Config, ctx: int, train_ctx: int | None) -> Settings:
         n_layers=c.count("num_hidden_layers"), n_heads=c.count("num_attention_heads"), width=c.count("hidden_size"),
         mlp=activation(c, "hidden_act", False, "gelu"), mlp_width=c.count("intermediate_size"),
         tied_head=c.flag("tie_word_embeddings"), qkv_bias=bias, out_bias=bias, mlp_bias=True,
-        norm="layer", norm_eps=c.number("layer_norm_eps", default=1e-5),
+        norm="layer", norm_eps=c.number("layer_norm_eps", default=1e-5, least=1e-20),
         residual="parallel" if c.flag("use_parallel_residual", default=True) else "serial",
     )  # fmt: skip
     key, parameters = rope_object(c)
@@ -366,7 +366,7 @@ def gptj(c: Config, ctx: int, train_ctx: int | None) -> Settings:
         n_layers=c.count("n_layer"), n_heads=c.count("n_head"), width=width,
         mlp=activation(c, "activation_function", False, "gelu_new"), mlp_width=c.count("n_inner", default=4 * width),
         tied_head=c.flag("tie_word_embeddings"), mlp_bias=True, head_bias=True,
-        norm="layer", norm_eps=c.number("layer_norm_epsilon", default=1e-5), residual="parallel_shared",
+        norm="layer", norm_eps=c.number("layer_norm_epsilon", default=1e-5, least=1e-20), residual="parallel_shared",
     )  # fmt: skip
     rotary_dim = c.count("rotary_dim", default=None if "rotary_dim" in c.values else 64)
     if rotary_dim % 2 or rotary_dim > m.head_width:
@@ -386,7 +386,7 @@ def gpt2(c: Config, ctx: int, train_ctx: int | None) -> Settings:
         n_layers=c.count("n_layer"), n_heads=c.count("n_head"), width=width,
         mlp=activation(c, "activation_function", False, "gelu_new"), mlp_width=c.count("n_inner", default=4 * width),
         tied_head=c.flag("tie_word_embeddings", default=True), qkv_bias=True, out_bias=True, mlp_bias=True,
-        norm="layer", norm_eps=c.number("layer_norm_epsilon", default=1e-5),
+        norm="layer", norm_eps=c.number("layer_norm_epsilon", default=1e-5, least=1e-20),
     )  # fmt: skip
     refuse_window(c, "n_positions", longest, ctx)
     c.flag("scale_attn_weights", default=True)  # both: `fold_gpt2`
@@ -402,7 +402,7 @@ def bloom(c: Config, ctx: int, train_ctx: int | None) -> Settings:
         n_layers=c.count("n_layer", "num_hidden_layers"), n_heads=c.count("n_head", "num_attention_heads"),
         width=width, mlp="gelu", mlp_width=4 * width, tied_head=c.flag("tie_word_embeddings", default=True),
         qkv_bias=True, out_bias=True, mlp_bias=True,
-        norm="layer", norm_eps=c.number("layer_norm_epsilon", default=1e-5),
+        norm="layer", norm_eps=c.number("layer_norm_epsilon", default=1e-5, least=1e-20),
     )  # fmt: skip
     c.ignore(BLOOM_HARMLESS)
     c.require("n_inner", 4 * width)
@@ -416,7 +416,7 @@ def mpt(c: Config, ctx: int, train_ctx: int | None) -> Settings:
         n_layers=c.count("n_layers"), n_heads=H, width=width,
         mlp="gelu_exact", mlp_width=c.count("expansion_ratio", default=4) * width,
         tied_head=c.flag("tie_word_embeddings", default=True),
-        norm="layer", norm_eps=c.number("layer_norm_epsilon", default=1e-5),
+        norm="layer", norm_eps=c.number("layer_norm_epsilon", default=1e-5, least=1e-20),
     )  # fmt: skip
     c.ignore(MPT_HARMLESS)
     c.require("no_bias", True)
