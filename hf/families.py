@@ -270,7 +270,8 @@ KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "stablelm": 32}
 # learned_pos_emb beside ALiBi neither.
 BLOOM_HARMLESS = """attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi skip_bias_add
     skip_bias_add_qkv slow_but_exact"""
-MPT_HARMLESS = "learned_pos_emb init_device init_config embedding_fraction verbose norm_type emb_pdrop"
+MPT_HARMLESS = """learned_pos_emb init_device init_config embedding_fraction verbose norm_type emb_pdrop
+    tokenizer_name"""
 ATTENTION_BIAS = ("llama", "arcee", "qwen3", "olmo2", "granite")  # families that read this key
 MLP_BIAS = ("llama", "arcee", "granite")
 

@@ -131,6 +131,8 @@ def read_rope(
     if not can_scale and rope_type != "default":
         raise c.refuse(f"{key}.rope_type", rope_type, f"transformers does not scale positions of {c.get('model_type')}")
 
+    rest.pop("finetuned", None)  # a note in the YaRN authors' files
+
     # L, the pre-trained context. With the other rope types max_position_embeddings is the extended context.
     L = longest if rope_type in ("default", "dynamic") else original
     if L is None and train_ctx is None:

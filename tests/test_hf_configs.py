@@ -6,6 +6,7 @@ the logits of transformers; the table in docs/huggingface.md must be what happen
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from safetensors.torch import load_file, save_file
 import hf.read as reading
 from conf.errors import UserError
 from hf.config import HARMLESS
-from tests.test_hf import CASES, L, biases, difference, edit, our_logits, rotary_pairs, save_random
+from model.scaling import NotApplicable
+from tests.helpers import ROOT, run_eval, write_documents
+from tests.hf_models import CASES, L, biases, difference, edit, our_logits, rotary_pairs, save_random, with_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle of these tests: pip install it")
 transformers.logging.set_verbosity_error()
@@ -196,6 +199,33 @@ def test_what_is_refused_is_named(family, changes, ctx, right, tmp_path):
     assert "\n" not in str(error.value)
 
 
+# ---- encodings without a rotation, through eval.py ----
+
+
+@pytest.mark.parametrize("family, train_ctx", [("gpt2", 96), ("bloom", L)])
+def test_eval_and_its_controls(family, train_ctx, here, capsys):
+    """No scaling and both controls at every length; a method for rotary frequencies is refused where there are none."""
+    settings = {**CASES[family][1], "vocab_size": 300, "initializer_range": 0.1}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{CASES[family][0]}Config")(**settings)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained("model")
+    with_tokenizer(Path("model"))
+    write_documents(here)
+    common = ("run=hf:model", "data=text", "data.files=docs/*.txt", "documents=2", "task.scored_tokens=16")
+    with pytest.raises(NotApplicable, match=r"scaling=yarn is not applicable: it changes rotary frequencies, and pos="):
+        run_eval(*common, "ctx=64", "scaling=yarn")
+    if family == "gpt2":
+        with pytest.raises(UserError, match=r"n_positions=96: not supported past itself, and ctx=128: try ctx=96"):
+            run_eval(*common, "ctx=128")
+    run_eval(*common, "ctx=64", "task.windows=1", "dtype=float32")
+    files = {f.name.split("-")[0]: f for f in (here / "runs/hf-model/eval").glob("*.jsonl")}
+    rows = {label: [json.loads(line) for line in f.read_text().splitlines()][-1] for label, f in files.items()}
+    assert rows.keys() >= {"none", "window"} and {row["n"] for row in rows.values()} == {64}
+    assert {row["train_ctx"] for row in rows.values()} == {train_ctx}
+    # past L the window control does not see everything
+    assert (rows["window"]["loss"] != rows["none"]["loss"]) == (train_ctx < 64)
+
+
 # ---- values of wrong types ----
 
 WRONG: list[Any] = [None, True, "4", "x", -1, 0, 0.5, 3, float("nan"), float("inf"), 10**30, [], [1], {}, {"a": 1}]
@@ -250,3 +280,70 @@ def test_a_wrong_value_is_one_line_or_harmless(family, tmp_path):
             assert logits.isfinite().all(), label
             loaded += 1
     assert refused > 70 and loaded > 30, (refused, loaded)
+
+
+# ---- popular checkpoints ----
+
+CHECKPOINTS = {path.stem: path for path in sorted((Path(__file__).parent / "hf_configs").glob("*.json"))}
+TRAIN_CTX = {"bloom-560m": 2048, "vicuna-7b-v1.5-16k": 4096}  # their config.json does not contain it
+
+
+def save_checkpoint(name: str, folder: Path) -> None:
+    """A random model with this config.json, which is left as it is but for the vocabulary, cut to 256 tokens."""
+    values = json.loads(CHECKPOINTS[name].read_text())
+    values |= {k: v and min(v, 255) for k, v in values.items() if k.endswith("_token_id")} | {"vocab_size": 256}
+    (folder / "config.json").write_text(json.dumps(values))
+    torch.manual_seed(0)
+    model = biases(transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder)))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.normal_(std=2.0 * p.shape[-1] ** -0.5)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(values))  # not in the form of transformers 5
+
+
+def outcome(name: str, folder: Path) -> str:
+    """The cell of the table in docs/huggingface.md: what `eval.py run=hf:FOLDER` does with this config.json."""
+    train_ctx = TRAIN_CTX.get(name)
+    text = "accepted" if train_ctx is None else f"accepted with `train_ctx={train_ctx}`"
+    try:
+        reading.read(folder, 64, train_ctx)
+    except UserError as e:
+        key = re.search(r"config\.json: (\S+?)=(\S*)", str(e))
+        return f"refused: `{key[1]}={key[2].rstrip(':')}`" if key[1] == "model_type" else f"refused: `{key[1]}`"
+    if train_ctx is not None:
+        with pytest.raises(UserError, match="train_ctx"):
+            reading.read(folder, 64)
+    try:
+        reading.read(folder, 2**20, train_ctx)
+    except UserError as e:
+        text += f" up to `{re.search(r'try (ctx=[0-9]+)', str(e))[1]}`"
+    return text
+
+
+def documented() -> dict[str, str]:
+    """Checkpoint -> what the table in docs/huggingface.md says."""
+    page = (ROOT / "docs/huggingface.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| ((?:accepted|refused)[^|]*) \|$", page, re.M)
+    return {name: cell for names, cell in rows for name in names.split(", ")}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_table_of_checkpoints_is_true(name, tmp_path):
+    """Accepted: with the logits of transformers. Refused: because of the key in the table."""
+    cell = documented()[name]
+    if cell.startswith("refused"):
+        shutil.copy(CHECKPOINTS[name], tmp_path / "config.json")
+        assert outcome(name, tmp_path) == cell
+        return
+    save_checkpoint(name, tmp_path)
+    assert outcome(name, tmp_path) == cell
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    computed = our_logits(tmp_path, TRAIN_CTX.get(name))
+    error, largest = difference(computed, expected, 96)
+    assert error <= 1e-4 and largest > 0.5, (error, largest)
+
+
+def test_the_table_has_a_row_for_every_checkpoint():
+    assert documented().keys() == CHECKPOINTS.keys()
