@@ -15,6 +15,7 @@ import tokenizers
 import torch
 
 import hf.read as reading
+from conf.schema import TrainConfig
 from hf import write
 from model import gpt
 
@@ -124,7 +125,11 @@ def edit(folder: Path, **changes: Any) -> None:
 
 def our_logits(folder: Path, train_ctx: int | None = None, ctx: int = 96) -> Callable[[torch.Tensor], torch.Tensor]:
     """tokens -> the logits in float64 of our GPT with the weights in folder, scaled as config.json says."""
-    cfg, weights, vocab_size = reading.read(folder, ctx, train_ctx)
+    return logits_of(*reading.read(folder, ctx, train_ctx))
+
+
+def logits_of(cfg: TrainConfig, weights: dict[str, torch.Tensor], vocab_size: int) -> Callable:
+    """Like `our_logits`, from what hf.read.read returns."""
     model = gpt.from_weights(cfg, vocab_size, weights).double().eval()
 
     def logits(tokens):

@@ -20,7 +20,18 @@ from conf.errors import UserError
 from hf.config import HARMLESS
 from model.scaling import NotApplicable
 from tests.helpers import ROOT, run_eval, write_documents
-from tests.hf_models import CASES, L, biases, difference, edit, our_logits, rotary_pairs, save_random, with_tokenizer
+from tests.hf_models import (
+    CASES,
+    L,
+    biases,
+    difference,
+    edit,
+    logits_of,
+    our_logits,
+    rotary_pairs,
+    save_random,
+    with_tokenizer,
+)
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle of these tests: pip install it")
 transformers.logging.set_verbosity_error()
@@ -228,7 +239,7 @@ def test_eval_and_its_controls(family, train_ctx, here, capsys):
 
 # ---- values of wrong types ----
 
-WRONG: list[Any] = [None, True, "4", "x", -1, 0, 0.5, 3, float("nan"), float("inf"), 10**30, [], [1], {}, {"a": 1}]
+WRONG: list[Any] = [None, True, "4", -1, 0, 0.5, 3, float("nan"), 10**30, [1], {"a": 1}]
 
 
 # Keys that may be there although transformers does not write them
@@ -268,9 +279,9 @@ def test_a_wrong_value_is_one_line_or_harmless(family, tmp_path):
     for label, changes in mutations(keys):
         (tmp_path / "config.json").write_text(json.dumps({**original, **changes}))
         try:
-            cfg = reading.read(tmp_path, 40)[0]
+            cfg, *rest = reading.read(tmp_path, 40)
             same = cfg == unchanged and not label.startswith(("scale_attn", "residual_m", "attention_m", "embedding_m"))
-            logits = torch.zeros(1) if same else our_logits(tmp_path, ctx=40)(torch.arange(40)[None] % 90)
+            logits = torch.zeros(1) if same else logits_of(cfg, *rest)(torch.arange(40)[None] % 90)
         except UserError as e:
             assert "\n" not in str(e) and len(str(e)) < 400, (label, e)
             refused += 1
@@ -279,7 +290,7 @@ def test_a_wrong_value_is_one_line_or_harmless(family, tmp_path):
         else:
             assert logits.isfinite().all(), label
             loaded += 1
-    assert refused > 70 and loaded > 30, (refused, loaded)
+    assert refused > 50 and loaded > 20, (refused, loaded)
 
 
 # ---- popular checkpoints ----
