@@ -162,6 +162,17 @@ def test_gptj_rotates_64_dimensions_without_the_key(tmp_path):
     assert_equals_transformers(tmp_path)
 
 
+def test_mistral_has_8_key_value_heads_without_the_key(tmp_path):
+    settings = {**CASES["mistral"][1], "num_attention_heads": 16, "num_key_value_heads": 8}
+    torch.manual_seed(0)
+    biases(transformers.MistralForCausalLM(transformers.MistralConfig(**settings))).save_pretrained(tmp_path)
+    remove(tmp_path, "num_key_value_heads")
+    assert_equals_transformers(tmp_path)
+    edit(tmp_path, num_key_value_heads=None)  # null is as many as query heads, which these weights are not
+    with pytest.raises(UserError, match=r"k_proj\.weight has shape \[96, 32\], and config\.json asks for \[192, 32\]"):
+        reading.read(tmp_path, L)
+
+
 def test_notes_of_training_tools_are_named_and_ignored(tmp_path, capsys):
     save_random("llama", {}, tmp_path)
     edit(tmp_path, unsloth_version="2025.1", unsloth_fixed=True, auto_map={"AutoConfig": "x"})
