@@ -321,9 +321,13 @@ def llama(c: Config, ctx: int, train_ctx: int | None) -> Settings:
     base, fraction, longrope_ctx = c.number("rope_theta", default=10000.0, least=1), 1.0, None
     if kind == "phi3":
         fraction, longrope_ctx = rotary_part(c, m.head_width, "partial_rotary_factor", parameters, 1.0), 4096
-        if parameters.get("type", parameters.get("rope_type")) in ("su", "yarn"):  # its names before longrope
-            parameters |= {"type": "longrope", "rope_type": "longrope"}
-    return m, read_rope(c, key, parameters, base, longest, train_ctx, fraction, longrope_ctx=longrope_ctx)
+        rope_type = parameters.get("rope_type") or parameters.pop("type", None) or "default"
+        if rope_type not in ("default", "longrope", "su", "yarn"):
+            raise c.refuse(f"{key}.rope_type", rope_type, "not supported: of phi3 it must be default or longrope")
+        parameters["rope_type"] = "default" if rope_type == "default" else "longrope"  # su, yarn: its earlier names
+    return m, read_rope(
+        c, key, parameters, base, longest, train_ctx, rotary_fraction=fraction, longrope_ctx=longrope_ctx
+    )
 
 
 def stablelm(c: Config, ctx: int, train_ctx: int | None) -> Settings:
@@ -339,7 +343,7 @@ def stablelm(c: Config, ctx: int, train_ctx: int | None) -> Settings:
     key, parameters = rope_object(c)
     fraction = rotary_part(c, m.head_width, "partial_rotary_factor", parameters, 0.25)
     base, longest = c.number("rope_theta", default=10000.0, least=1), c.count("max_position_embeddings")
-    return m, read_rope(c, key, parameters, base, longest, train_ctx, fraction)
+    return m, read_rope(c, key, parameters, base, longest, train_ctx, rotary_fraction=fraction)
 
 
 def neox(c: Config, ctx: int, train_ctx: int | None) -> Settings:
@@ -357,7 +361,7 @@ def neox(c: Config, ctx: int, train_ctx: int | None) -> Settings:
     # transformers 4.45 and later write the same two values under these names, too; transformers reads the old ones
     c.ignore("rope_theta partial_rotary_factor")
     base, longest = c.number("rotary_emb_base", default=10000.0, least=1), c.count("max_position_embeddings")
-    return m, read_rope(c, key, parameters, base, longest, train_ctx, fraction)
+    return m, read_rope(c, key, parameters, base, longest, train_ctx, rotary_fraction=fraction)
 
 
 def gptj(c: Config, ctx: int, train_ctx: int | None) -> Settings:
@@ -377,7 +381,10 @@ def gptj(c: Config, ctx: int, train_ctx: int | None) -> Settings:
     fraction = rotary_dim / m.head_width
     key, parameters = rope_object(c)
     parameters.pop("rope_theta", None)
-    return m, read_rope(c, key, parameters, 10000.0, longest, train_ctx, fraction, interleaved=True, can_scale=False)
+    rope = read_rope(
+        c, key, parameters, 10000.0, longest, train_ctx, rotary_fraction=fraction, interleaved=True, can_scale=False
+    )
+    return m, rope
 
 
 def gpt2(c: Config, ctx: int, train_ctx: int | None) -> Settings:

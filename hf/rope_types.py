@@ -101,6 +101,7 @@ def read_rope(
     base: float,
     longest: int,
     train_ctx: int | None,
+    *,
     rotary_fraction: float = 1.0,
     interleaved: bool = False,
     can_scale: bool = True,

@@ -194,6 +194,7 @@ def test_notes_of_training_tools_are_named_and_ignored(tmp_path, capsys):
     [
         ("gpt2", {}, 97, r"n_positions=96: not supported past itself, and ctx=97: try ctx=96"),
         ("phi3", {"sliding_window": 64}, 96, r"sliding_window=64: not supported past itself, and ctx=96: try ctx=64"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, 96, r"rope_scaling\.rope_type=linear: not"),
         ("stablelm", {"qk_layernorm": True}, 96, r"qk_layernorm=True: not supported"),
         ("bloom", {"apply_residual_connection_post_layernorm": True}, 96, r"_post_layernorm=True: not supported"),
         ("bloom", {"seq_length": None}, 96, r"train_ctx: must be given a value: .*config\.json does not contain"),
