@@ -301,33 +301,36 @@ def llama(c: Config, ctx: int, train_ctx: int | None) -> Settings:
         qkv_bias=kind == "qwen2" or attention_bias, out_bias=attention_bias,
         mlp_bias=kind in MLP_BIAS and c.flag("mlp_bias"),
     )  # fmt: skip
-    if kind == "granite":  # they are used by `fold_granite`, when the weights are read
-        for key in ("embedding_multiplier", "residual_multiplier", "attention_multiplier"):
-            c.number(key, default=1.0)
+    if kind == "granite":  # `fold_granite` uses them, when the weights are read
+        for multiplier in ("embedding_multiplier", "residual_multiplier", "attention_multiplier"):
+            c.number(multiplier, default=1.0)
         logits_scaling(c)
+    refuse_sliding_layers(c, kind, ctx)
+    key, parameters = rope_object(c)
+    base, longest = c.number("rope_theta", default=10000.0, least=1), c.count("max_position_embeddings")
+    if kind != "phi3":
+        return m, read_rope(c, key, parameters, base, longest, train_ctx)
+    fraction = rotary_part(c, m.head_width, "partial_rotary_factor", parameters, 1.0)
+    rope_type = parameters.get("rope_type") or parameters.pop("type", None) or "default"
+    if rope_type not in ("default", "longrope", "su", "yarn"):
+        raise c.refuse(f"{key}.rope_type", rope_type, "not supported: of phi3 it must be default or longrope")
+    parameters["rope_type"] = "default" if rope_type == "default" else "longrope"  # su, yarn: its earlier names
+    return m, read_rope(c, key, parameters, base, longest, train_ctx, rotary_fraction=fraction, longrope_ctx=4096)
+
+
+def refuse_sliding_layers(c: Config, kind: str, ctx: int) -> None:
+    """UserError if a layer attends to fewer than ctx tokens, or in a way that our GPT does not have."""
     window = None
-    if kind in ("mistral", "phi3") or (kind in ("qwen2", "qwen3") and c.flag("use_sliding_window")):
-        window = c.optional_count("sliding_window")
-        if "sliding_window" not in c.values and kind != "phi3":
-            window = 4096
-    elif kind in ("qwen2", "qwen3"):
+    if kind in ("qwen2", "qwen3") and not c.flag("use_sliding_window"):
         c.ignore("sliding_window")
+    elif "sliding_window" not in c.values and kind in ("mistral", "qwen2", "qwen3"):
+        window = 4096  # transformers' default
+    else:
+        window = c.optional_count("sliding_window")
     refuse_window(c, "sliding_window", window, ctx)
     types, known = c.get("layer_types", default=[]), ["full_attention", *(["sliding_attention"] if window else [])]
     if different := [t for t in types if t not in known] if isinstance(types, list) else [types]:
         raise c.refuse("layer_types", different[0], "not supported: must be full_attention")
-    longest = c.count("max_position_embeddings")
-    key, parameters = rope_object(c)
-    base, fraction, longrope_ctx = c.number("rope_theta", default=10000.0, least=1), 1.0, None
-    if kind == "phi3":
-        fraction, longrope_ctx = rotary_part(c, m.head_width, "partial_rotary_factor", parameters, 1.0), 4096
-        rope_type = parameters.get("rope_type") or parameters.pop("type", None) or "default"
-        if rope_type not in ("default", "longrope", "su", "yarn"):
-            raise c.refuse(f"{key}.rope_type", rope_type, "not supported: of phi3 it must be default or longrope")
-        parameters["rope_type"] = "default" if rope_type == "default" else "longrope"  # su, yarn: its earlier names
-    return m, read_rope(
-        c, key, parameters, base, longest, train_ctx, rotary_fraction=fraction, longrope_ctx=longrope_ctx
-    )
 
 
 def stablelm(c: Config, ctx: int, train_ctx: int | None) -> Settings:
