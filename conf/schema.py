@@ -84,12 +84,14 @@ class ModelConfig:
     norm_eps: Annotated[float, above(0)] = 1e-6
     qk_norm: bool = False  # divide each head of q and k by its root mean square
     qk_norm_weight: bool = False  # and multiply by a weight for each of its dimensions, as Qwen3
+    qk_norm_all_heads: bool = False  # by the root mean square of all heads together, as OLMo 2
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
-    # parallel: attention and MLP read the same x (GPT-NeoX); parallel_shared: through one norm (GPT-J)
-    residual: Annotated[str, one_of("serial", "parallel", "parallel_shared")] = "serial"
+    # parallel: attention and MLP read the same x (GPT-NeoX); parallel_shared: through one norm (GPT-J);
+    # serial_post: serial, with the norms after attention and MLP instead of before them (OLMo 2)
+    residual: Annotated[str, one_of("serial", "serial_post", "parallel", "parallel_shared")] = "serial"
 
     @property
     def head_width(self) -> int:
@@ -201,7 +203,8 @@ def train_config(cfg: DictConfig) -> TrainConfig:
     check(ok, "model.width", m.width, f"a multiple of model.n_heads={m.n_heads}")
     ok = m.n_kv_heads is None or (m.n_kv_heads >= 1 and m.n_heads % m.n_kv_heads == 0)
     check(ok, "model.n_kv_heads", m.n_kv_heads, f"a divisor of model.n_heads={m.n_heads}")
-    check(m.qk_norm or not m.qk_norm_weight, "model.qk_norm_weight", m.qk_norm_weight, "false without model.qk_norm")
+    for key in ("qk_norm_weight", "qk_norm_all_heads"):
+        check(m.qk_norm or not getattr(m, key), f"model.{key}", getattr(m, key), "false without model.qk_norm")
     check(not (m.tied_head and m.head_bias), "model.head_bias", m.head_bias, "false with model.tied_head")
     for key, rule in DATA_RULES.items():
         check(rule.holds(d[key]), f"data.{key}", d[key], rule.text)

@@ -1,8 +1,9 @@
 """Model families of Hugging Face: the settings in config.json, and the names of each family's weights.
 
 A family is a function, config.json -> our settings, and one table of weight names for both directions: `to_ours`
-concatenates the checkpoint's tensors, `from_ours` splits ours. Llama, Mistral, Qwen2 and Qwen3 share a table. Names and
-defaults are those of transformers 5.
+concatenates the checkpoint's tensors, `from_ours` splits ours. Several families share a table. What our GPT has no
+setting for, but can be multiplied into the weights, is done when they are read (`Family.fold`), so that it costs no
+code in the model. Names and defaults are those of transformers 5.
 
 Letters: C width, H query heads, G key-value heads, D head width, i layer.
 """
@@ -11,11 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from conf.schema import ModelConfig
-from hf.config import Config
-from hf.rope_types import RopeSettings, read_rope, rope_object
+from hf.config import HARMLESS, OFF, Config
+from hf.rope_types import PositionSettings, read_rope, rope_object, rotary_part, without_rotation
 
 # hidden_act -> model.mlp. Of several names for one function, the first is written.
 ACTIVATIONS = {"silu": "swiglu", "gelu": "gelu_exact"} | dict.fromkeys(
@@ -32,6 +34,10 @@ class ByHead(str):
     """
 
 
+class Transposed(str):
+    """The name of a module whose weight is [columns, rows]: GPT-2's Conv1D."""
+
+
 class Table(NamedTuple):
     """Our modules -> the checkpoint's modules with the same weight (and bias), outside the layers and in each layer.
 
@@ -41,6 +47,7 @@ class Table(NamedTuple):
     outside: dict[str, str]
     layers: str  # the checkpoint's name of what is `blocks` in our GPT
     layer: dict[str, str | tuple[str, ...]]
+    zeros: tuple[str, ...] = ()  # endings of our parameters that the family does not have, and that are zeros here
 
 
 LLAMA = Table(
@@ -58,6 +65,10 @@ LLAMA = Table(
     },
 )
 ARCEE = LLAMA._replace(layer={**LLAMA.layer, "mlp.up": "mlp.up_proj"})  # no gate
+PHI3 = LLAMA._replace(layer={**LLAMA.layer, "attention.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"})
+OLMO2 = LLAMA._replace(
+    layer={**LLAMA.layer, "norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"}
+)
 NEOX = Table(
     {"tokens": "gpt_neox.embed_in", "norm": "gpt_neox.final_layer_norm", "head": "embed_out"},
     "gpt_neox.layers",
@@ -81,11 +92,51 @@ GPTJ = Table(
         "mlp.down": "mlp.fc_out",
     },
 )
+GPT2 = Table(
+    {"tokens": "transformer.wte", "pos.table": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"},
+    "transformer.h",
+    {
+        "norm1": "ln_1",
+        "norm2": "ln_2",
+        "attention.qkv": Transposed("attn.c_attn"),
+        "attention.out": Transposed("attn.c_proj"),
+        "mlp.up": Transposed("mlp.c_fc"),
+        "mlp.down": Transposed("mlp.c_proj"),
+    },
+)
+BLOOM = Table(
+    {"tokens": "transformer.word_embeddings", "norm": "transformer.ln_f", "head": "lm_head"},
+    "transformer.h",
+    {
+        "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm",
+        "attention.qkv": ByHead("self_attention.query_key_value"),
+        "attention.out": "self_attention.dense",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
+    },
+)
+MPT = Table(
+    {"tokens": "transformer.wte", "norm": "transformer.norm_f", "head": "lm_head"},
+    "transformer.blocks",
+    {
+        "norm1": "norm_1",
+        "norm2": "norm_2",
+        "attention.qkv": "attn.Wqkv",
+        "attention.out": "attn.out_proj",
+        "mlp.up": "ffn.up_proj",
+        "mlp.down": "ffn.down_proj",
+    },
+    zeros=("norm.bias", "norm1.bias", "norm2.bias"),
+)
 HEADS = ("lm_head.weight", "embed_out.weight")  # a file may have either in place of the other
 
 
-def place(table: Table, m: ModelConfig, name: str, rows: int) -> tuple[dict[str, int], bool]:
-    """The tensors of a checkpoint that make up our parameter: ({tensor name: number of rows}, whether it is ByHead).
+Take = Callable[[str, tuple[int, ...]], Tensor]  # (name, shape) -> the checkpoint's tensor, after a check of its shape
+
+
+def place(table: Table, m: ModelConfig, name: str, rows: int) -> tuple[dict[str, int], type]:
+    """The tensors of a checkpoint that make up our parameter: ({tensor name: number of rows}, the type of the entry).
 
     name, rows: of our parameter. Several tensors are concatenated along their rows, in this order. KeyError if the
     table has no entry for the parameter.
@@ -101,24 +152,25 @@ def place(table: Table, m: ModelConfig, name: str, rows: int) -> tuple[dict[str,
     if module == "attention.qkv" and len(modules) == 3:
         sizes = [m.n_heads * m.head_width, m.kv_heads * m.head_width, m.kv_heads * m.head_width]
     parts = {f"{prefix}{part}.{kind}": size for part, size in zip(modules, sizes, strict=True)}
-    return parts, isinstance(entry, ByHead)
+    return parts, type(entry)
 
 
-def to_ours(
-    table: Table, m: ModelConfig, shapes: Mapping[str, torch.Size], take: Callable[[str, tuple[int, ...]], Tensor]
-) -> dict[str, Tensor]:
-    """Our state dict from a checkpoint's tensors.
-
-    shapes: name -> shape of all our parameters. take(name, shape): returns the checkpoint's tensor of that name, after
-    a check of its shape.
-    """
+def to_ours(table: Table, m: ModelConfig, shapes: Mapping[str, torch.Size], take: Take) -> dict[str, Tensor]:
+    """Our state dict from a checkpoint's tensors. shapes: name -> shape of all our parameters."""
     ours = {}
     for name, (rows, *columns) in shapes.items():
         if name == "head.weight" and m.tied_head:
             continue
-        parts, by_head = place(table, m, name, rows)
+        if table.zeros and name.endswith(table.zeros):
+            ours[name] = torch.zeros(rows)
+            continue
+        parts, layout = place(table, m, name, rows)
+        if layout is Transposed and columns:
+            (part,) = parts
+            ours[name] = take(part, (*columns, rows)).T.contiguous()
+            continue
         x = torch.cat([take(part, (size, *columns)) for part, size in parts.items()])  # [rows, C] or [rows]
-        if by_head:
+        if layout is ByHead:
             x = x.view(m.n_heads, 3, m.head_width, *columns).transpose(0, 1).reshape(rows, *columns)
         ours[name] = x
     if m.tied_head:
@@ -130,28 +182,74 @@ def from_ours(table: Table, m: ModelConfig, ours: Mapping[str, Tensor]) -> dict[
     """The checkpoint's tensors, by their names there: the inverse of `to_ours`."""
     tensors = {}
     for name, x in ours.items():
-        if name == "head.weight" and m.tied_head:
+        if (name == "head.weight" and m.tied_head) or (table.zeros and name.endswith(table.zeros)):
             continue
-        parts, by_head = place(table, m, name, len(x))
-        if by_head:
+        parts, layout = place(table, m, name, len(x))
+        if layout is Transposed and x.dim() == 2:
+            tensors[next(iter(parts))] = x.T
+            continue
+        if layout is ByHead:
             x = x.view(3, m.n_heads, m.head_width, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
         tensors |= zip(parts, x.split(list(parts.values())), strict=True)
     return tensors
 
 
+# ---- multiplied into the weights ----
+
+
+def scale_scores(m: ModelConfig, ours: dict[str, Tensor], factors: list[float]) -> None:
+    """Multiply the attention scores of each layer by its factor, by way of the weights that make the queries."""
+    for i, factor in enumerate(factors):
+        for name in (f"blocks.{i}.attention.qkv.{kind}" for kind in ("weight", "bias")):
+            if name in ours and factor != 1:
+                ours[name][: m.n_heads * m.head_width] *= factor
+
+
+def fold_granite(c: Config, m: ModelConfig, ours: dict[str, Tensor], take: Take) -> None:
+    """Granite's multipliers: of the embeddings, of what each block adds, of the scores, and a divisor of the logits."""
+    residual = c.number("residual_multiplier", default=1.0)
+    for name in ours:
+        if ".attention.out." in name or ".mlp.down." in name:
+            ours[name] *= residual
+    scale_scores(m, ours, [c.number("attention_multiplier", default=1.0) * m.head_width**0.5] * m.n_layers)
+    # Not in place, and no longer tied: a tied head is the same tensor, and has another factor
+    ours["tokens.weight"] = ours["tokens.weight"] * c.number("embedding_multiplier", default=1.0)
+    ours["head.weight"] = ours["head.weight"] / logits_scaling(c)
+    m.tied_head = False
+
+
+def logits_scaling(c: Config) -> float:
+    divisor = c.number("logits_scaling", default=1.0)
+    if divisor == 0:
+        raise c.refuse("logits_scaling", divisor, "must be above 0")
+    return divisor
+
+
+def fold_gpt2(c: Config, m: ModelConfig, ours: dict[str, Tensor], take: Take) -> None:
+    """GPT-2's other scales of the scores: not divided by sqrt(D), or divided by the number of the layer."""
+    by_layer = c.flag("scale_attn_by_inverse_layer_idx")
+    factor = 1.0 if c.flag("scale_attn_weights", default=True) else m.head_width**0.5
+    scale_scores(m, ours, [factor / (i + 1) if by_layer else factor for i in range(m.n_layers)])
+
+
+def fold_bloom(c: Config, m: ModelConfig, ours: dict[str, Tensor], take: Take) -> None:
+    """BLOOM's LayerNorm of the embeddings: a function of the token alone, so its output is the embedding.
+
+    The tied head has the embeddings before the norm, so it is no longer tied.
+    """
+    norm = {kind: take(f"transformer.word_embeddings_layernorm.{kind}", (m.width,)) for kind in ("weight", "bias")}
+    ours["tokens.weight"] = F.layer_norm(ours["tokens.weight"], (m.width,), **norm, eps=m.norm_eps)
+    m.tied_head = False
+
+
 # ---- settings from config.json ----
 
-Settings = tuple[ModelConfig, dict, RopeSettings]  # model, the knobs of pos, and the rotation with its context
+Settings = tuple[ModelConfig, PositionSettings]
 
 
-def rope_pos(base: float, D: int, rotary_dim: int, interleaved: bool = False) -> dict:
-    """The knobs of pos=rope for heads of width D of which the first rotary_dim dimensions are rotated."""
-    return {"kind": "rope", "base": base, "interleaved": interleaved, "rotary_fraction": rotary_dim / D}
-
-
-def activation(c: Config, key: str, gated: bool) -> str:
+def activation(c: Config, key: str, gated: bool, default: str) -> str:
     """Our model.mlp for the activation in config.json[key]. gated: whether the family has a gate in its MLP."""
-    name = c.get(key)
+    name = c.get(key, default=default)
     mlp = ACTIVATIONS.get(name) if isinstance(name, str) else None
     if mlp is None or (mlp == "swiglu") != gated:
         accepted = [known for known, ours in ACTIVATIONS.items() if (ours == "swiglu") == gated]
@@ -159,55 +257,114 @@ def activation(c: Config, key: str, gated: bool) -> str:
     return mlp
 
 
+def refuse_window(c: Config, key: str, window: int | None, ctx: int) -> None:
+    """UserError if the model attends to fewer than ctx tokens, or has fewer positions."""
+    if window is not None and window < ctx:
+        raise c.refuse(key, window, f"not supported past itself, and ctx={ctx}: try ctx={window}")
+
+
+# Where transformers' defaults, which apply to an absent key, are not those of Llama
+NORM_EPS = {"arcee": 1e-5, "olmo2": 1e-5, "phi3": 1e-5}
+KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "stablelm": 32}
+# Settings of the code that trained these models, and of sums in another order. transformers reads none of MPT's,
+# learned_pos_emb beside ALiBi neither.
+BLOOM_HARMLESS = """attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi skip_bias_add
+    skip_bias_add_qkv slow_but_exact"""
+MPT_HARMLESS = """learned_pos_emb init_device init_config embedding_fraction verbose norm_type emb_pdrop
+    tokenizer_name"""
+ATTENTION_BIAS = ("llama", "arcee", "qwen3", "olmo2", "granite")  # families that read this key
+MLP_BIAS = ("llama", "arcee", "granite")
+
+
+def kv_heads(c: Config, H: int) -> int:
+    """The number of key-value heads: null is as many as query heads, an absent key the family's default."""
+    default = H if "num_key_value_heads" in c.values else KV_HEADS.get(c.get("model_type"), H)
+    return c.count("num_key_value_heads", default=default)
+
+
 def llama(c: Config, ctx: int, train_ctx: int | None) -> Settings:
-    """Llama 2/3, SmolLM2, Mistral, Qwen2, Qwen3, and Arcee, which is Llama without the gate.
+    """Llama 2/3, SmolLM2, Mistral, Qwen2, Qwen3, Phi-3, OLMo 2, Granite, and Arcee, which is Llama without the gate.
 
     For this and the other families: ctx is the longest length to evaluate, tokens. train_ctx: the context of the
     pre-training from the command line, or None. UserError for a setting that our GPT does not have.
     """
     kind, H, width = c.get("model_type"), c.count("num_attention_heads"), c.count("hidden_size")
-    out_bias = kind in ("llama", "arcee", "qwen3") and bool(c.get("attention_bias"))
+    attention_bias = kind in ATTENTION_BIAS and c.flag("attention_bias")
     m = ModelConfig(
-        n_layers=c.count("num_hidden_layers"), n_heads=H, n_kv_heads=c.count("num_key_value_heads", default=H),
-        head_dim=c.count("head_dim", default=128 if kind == "qwen3" else width // H), width=width,
-        mlp=activation(c, "hidden_act", gated=kind != "arcee"), mlp_width=c.count("intermediate_size"),
-        tied_head=bool(c.get("tie_word_embeddings")), norm_eps=float(c.get("rms_norm_eps", default=1e-6)),
-        qk_norm=kind == "qwen3", qk_norm_weight=kind == "qwen3", qkv_bias=kind == "qwen2" or out_bias,
-        out_bias=out_bias, mlp_bias=kind in ("llama", "arcee") and bool(c.get("mlp_bias")),
+        n_layers=c.count("num_hidden_layers"), n_heads=H, n_kv_heads=kv_heads(c, H),
+        head_dim=c.count("head_dim", default=128 if kind == "qwen3" else max(1, width // H)), width=width,
+        mlp=activation(c, "hidden_act", kind != "arcee", "silu" if kind != "arcee" else "relu2"),
+        mlp_width=c.count("intermediate_size"), tied_head=c.flag("tie_word_embeddings"),
+        norm_eps=c.number("rms_norm_eps", default=NORM_EPS.get(kind, 1e-6), least=1e-20),
+        qk_norm=kind in ("qwen3", "olmo2"), qk_norm_weight=kind in ("qwen3", "olmo2"),
+        qk_norm_all_heads=kind == "olmo2", residual="serial_post" if kind == "olmo2" else "serial",
+        qkv_bias=kind == "qwen2" or attention_bias, out_bias=attention_bias,
+        mlp_bias=kind in MLP_BIAS and c.flag("mlp_bias"),
     )  # fmt: skip
-    window = c.get("sliding_window") if kind != "mistral" or "sliding_window" in c.values else 4096
-    if kind in ("qwen2", "qwen3") and not c.get("use_sliding_window"):
-        window = None
-    if window is not None and window < ctx:
-        raise c.refuse("sliding_window", window, f"not supported past itself, and ctx={ctx}: try ctx={window}")
-    layers = {"full_attention"} | ({"sliding_attention"} if window else set())
-    if different := [t for t in c.get("layer_types", default=[]) if t not in layers]:
+    if kind == "granite":  # `fold_granite` uses them, when the weights are read
+        for multiplier in ("embedding_multiplier", "residual_multiplier", "attention_multiplier"):
+            c.number(multiplier, default=1.0)
+        logits_scaling(c)
+    refuse_sliding_layers(c, kind, ctx)
+    key, parameters = rope_object(c)
+    base, longest = c.number("rope_theta", default=10000.0, least=1), c.count("max_position_embeddings")
+    if kind != "phi3":
+        return m, read_rope(c, key, parameters, base, longest, train_ctx)
+    fraction = rotary_part(c, m.head_width, "partial_rotary_factor", parameters, 1.0)
+    rope_type = parameters.get("rope_type") or parameters.pop("type", None) or "default"
+    if rope_type not in ("default", "longrope", "su", "yarn"):
+        raise c.refuse(f"{key}.rope_type", rope_type, "not supported: of phi3 it must be default or longrope")
+    parameters["rope_type"] = "default" if rope_type == "default" else "longrope"  # su, yarn: its earlier names
+    return m, read_rope(c, key, parameters, base, longest, train_ctx, rotary_fraction=fraction, longrope_ctx=4096)
+
+
+def refuse_sliding_layers(c: Config, kind: str, ctx: int) -> None:
+    """UserError if a layer attends to fewer than ctx tokens, or in a way that our GPT does not have."""
+    window = None
+    if kind in ("qwen2", "qwen3") and not c.flag("use_sliding_window"):
+        c.ignore("sliding_window")
+    elif "sliding_window" not in c.values and kind in ("mistral", "qwen2", "qwen3"):
+        window = 4096  # transformers' default
+    else:
+        window = c.optional_count("sliding_window")
+    refuse_window(c, "sliding_window", window, ctx)
+    types, known = c.get("layer_types", default=[]), ["full_attention", *(["sliding_attention"] if window else [])]
+    if different := [t for t in types if t not in known] if isinstance(types, list) else [types]:
         raise c.refuse("layer_types", different[0], "not supported: must be full_attention")
-    longest = c.count("max_position_embeddings")
-    rope = read_rope(c, *rope_object(c), c.get("rope_theta", default=10000.0), longest, train_ctx)
-    return m, rope_pos(rope.base, m.head_width, m.head_width), rope
+
+
+def stablelm(c: Config, ctx: int, train_ctx: int | None) -> Settings:
+    """StableLM: Llama with LayerNorm, partial rotary, and optionally biases of q, k and v or a parallel residual."""
+    H = c.count("num_attention_heads")
+    m = ModelConfig(
+        n_layers=c.count("num_hidden_layers"), n_heads=H, n_kv_heads=kv_heads(c, H), width=c.count("hidden_size"),
+        mlp=activation(c, "hidden_act", True, "silu"), mlp_width=c.count("intermediate_size"),
+        tied_head=c.flag("tie_word_embeddings"), qkv_bias=c.flag("use_qkv_bias"),
+        norm="layer", norm_eps=c.number("layer_norm_eps", default=1e-5, least=1e-20),
+        residual="parallel_shared" if c.flag("use_parallel_residual") else "serial",
+    )  # fmt: skip
+    key, parameters = rope_object(c)
+    fraction = rotary_part(c, m.head_width, "partial_rotary_factor", parameters, 0.25)
+    base, longest = c.number("rope_theta", default=10000.0, least=1), c.count("max_position_embeddings")
+    return m, read_rope(c, key, parameters, base, longest, train_ctx, rotary_fraction=fraction)
 
 
 def neox(c: Config, ctx: int, train_ctx: int | None) -> Settings:
     """GPT-NeoX and Pythia: LayerNorm, biases, partial rotary, parallel residual."""
-    bias = bool(c.get("attention_bias", default=True))
+    bias = c.flag("attention_bias", default=True)
     m = ModelConfig(
         n_layers=c.count("num_hidden_layers"), n_heads=c.count("num_attention_heads"), width=c.count("hidden_size"),
-        mlp=activation(c, "hidden_act", gated=False), mlp_width=c.count("intermediate_size"),
-        tied_head=bool(c.get("tie_word_embeddings")), qkv_bias=bias, out_bias=bias, mlp_bias=True,
-        norm="layer", norm_eps=float(c.get("layer_norm_eps", default=1e-5)),
-        residual="parallel" if c.get("use_parallel_residual", default=True) else "serial",
+        mlp=activation(c, "hidden_act", False, "gelu"), mlp_width=c.count("intermediate_size"),
+        tied_head=c.flag("tie_word_embeddings"), qkv_bias=bias, out_bias=bias, mlp_bias=True,
+        norm="layer", norm_eps=c.number("layer_norm_eps", default=1e-5, least=1e-20),
+        residual="parallel" if c.flag("use_parallel_residual", default=True) else "serial",
     )  # fmt: skip
     key, parameters = rope_object(c)
-    fraction = c.get("rotary_pct", default=0.25)
-    if (partial := parameters.pop("partial_rotary_factor", None)) is not None:  # transformers 5 has it here
-        fraction = partial
-    rotary_dim = int(m.head_width * fraction)
-    if rotary_dim < 2 or rotary_dim % 2 or fraction > 1:
-        raise c.refuse("rotary_pct", fraction, f"rotates {rotary_dim} of {m.head_width} dimensions: must be even")
-    base, longest = c.get("rope_theta", "rotary_emb_base", default=10000.0), c.count("max_position_embeddings")
-    rope = read_rope(c, key, parameters, base, longest, train_ctx)
-    return m, rope_pos(rope.base, m.head_width, rotary_dim), rope
+    fraction = rotary_part(c, m.head_width, "rotary_pct", parameters, 0.25)
+    # transformers 4.45 and later write the same two values under these names, too; transformers reads the old ones
+    c.ignore("rope_theta partial_rotary_factor")
+    base, longest = c.number("rotary_emb_base", default=10000.0, least=1), c.count("max_position_embeddings")
+    return m, read_rope(c, key, parameters, base, longest, train_ctx, rotary_fraction=fraction)
 
 
 def gptj(c: Config, ctx: int, train_ctx: int | None) -> Settings:
@@ -215,26 +372,91 @@ def gptj(c: Config, ctx: int, train_ctx: int | None) -> Settings:
     width = c.count("n_embd")
     m = ModelConfig(
         n_layers=c.count("n_layer"), n_heads=c.count("n_head"), width=width,
-        mlp=activation(c, "activation_function", gated=False), mlp_width=c.count("n_inner", default=4 * width),
-        tied_head=bool(c.get("tie_word_embeddings")), mlp_bias=True, head_bias=True,
-        norm="layer", norm_eps=float(c.get("layer_norm_epsilon", default=1e-5)), residual="parallel_shared",
+        mlp=activation(c, "activation_function", False, "gelu_new"), mlp_width=c.count("n_inner", default=4 * width),
+        tied_head=c.flag("tie_word_embeddings"), mlp_bias=True, head_bias=True,
+        norm="layer", norm_eps=c.number("layer_norm_epsilon", default=1e-5, least=1e-20), residual="parallel_shared",
     )  # fmt: skip
-    rotary_dim = c.count("rotary_dim", default=m.head_width)
+    rotary_dim = c.count("rotary_dim", default=None if "rotary_dim" in c.values else 64)
     if rotary_dim % 2 or rotary_dim > m.head_width:
         raise c.refuse("rotary_dim", rotary_dim, f"must be even and at most {m.head_width}")
-    c.get("rope_theta")  # transformers ignores it, too
-    longest = c.count("n_positions", "max_position_embeddings")
-    rope = read_rope(c, *rope_object(c), 10000.0, longest, train_ctx, can_scale=False)
-    return m, rope_pos(10000.0, m.head_width, rotary_dim, interleaved=True), rope
+    c.ignore("rope_theta scale_attn_weights")  # as transformers
+    longest = c.count("n_positions", "max_position_embeddings", default=2048)
+    fraction = rotary_dim / m.head_width
+    key, parameters = rope_object(c)
+    parameters.pop("rope_theta", None)
+    rope = read_rope(
+        c, key, parameters, 10000.0, longest, train_ctx, rotary_fraction=fraction, interleaved=True, can_scale=False
+    )
+    return m, rope
+
+
+def gpt2(c: Config, ctx: int, train_ctx: int | None) -> Settings:
+    """GPT-2: learned positions, LayerNorm, biases, a tied head."""
+    width, longest = c.count("n_embd"), c.count("n_positions", "max_position_embeddings", default=1024)
+    m = ModelConfig(
+        n_layers=c.count("n_layer"), n_heads=c.count("n_head"), width=width,
+        mlp=activation(c, "activation_function", False, "gelu_new"), mlp_width=c.count("n_inner", default=4 * width),
+        tied_head=c.flag("tie_word_embeddings", default=True), qkv_bias=True, out_bias=True, mlp_bias=True,
+        norm="layer", norm_eps=c.number("layer_norm_epsilon", default=1e-5, least=1e-20),
+    )  # fmt: skip
+    refuse_window(c, "n_positions", longest, ctx)
+    c.flag("scale_attn_weights", default=True)  # both: `fold_gpt2`
+    c.flag("scale_attn_by_inverse_layer_idx")
+    c.ignore("reorder_and_upcast_attn")  # the same scores in another order
+    return m, without_rotation(c, {"kind": "learned", "max_positions": longest}, longest, train_ctx)
+
+
+def bloom(c: Config, ctx: int, train_ctx: int | None) -> Settings:
+    """BLOOM: ALiBi, LayerNorm (also of the embeddings: `fold_bloom`), biases, a tied head."""
+    width = c.count("n_embed", "hidden_size")
+    m = ModelConfig(
+        n_layers=c.count("n_layer", "num_hidden_layers"), n_heads=c.count("n_head", "num_attention_heads"),
+        width=width, mlp="gelu", mlp_width=4 * width, tied_head=c.flag("tie_word_embeddings", default=True),
+        qkv_bias=True, out_bias=True, mlp_bias=True,
+        norm="layer", norm_eps=c.number("layer_norm_epsilon", default=1e-5, least=1e-20),
+    )  # fmt: skip
+    c.ignore(BLOOM_HARMLESS)
+    c.require("n_inner", 4 * width)
+    return m, without_rotation(c, {"kind": "alibi"}, c.optional_count("seq_length"), train_ctx)
+
+
+def mpt(c: Config, ctx: int, train_ctx: int | None) -> Settings:
+    """MPT: ALiBi, LayerNorm without biases, no other biases, a tied head."""
+    width, H = c.count("d_model"), c.count("n_heads")
+    m = ModelConfig(
+        n_layers=c.count("n_layers"), n_heads=H, width=width,
+        mlp="gelu_exact", mlp_width=c.count("expansion_ratio", default=4) * width,
+        tied_head=c.flag("tie_word_embeddings", default=True),
+        norm="layer", norm_eps=c.number("layer_norm_epsilon", default=1e-5, least=1e-20),
+    )  # fmt: skip
+    c.ignore(MPT_HARMLESS)
+    c.require("no_bias", True)
+    attention = c.object("attn_config")
+    for key, right in {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"}.items():
+        if (value := attention.pop(key, right)) != right:
+            raise c.refuse(f"attn_config.{key}", value, f"not supported: must be {right}")
+    harmless = ("attn_impl", "attn_uses_sequence_id", *HARMLESS)  # transformers 5 writes those of every config here
+    for key in (k for k, v in attention.items() if k not in harmless and v not in OFF):
+        raise c.refuse(f"attn_config.{key}", attention[key], "not supported, and not ignored either")
+    return m, without_rotation(c, {"kind": "alibi"}, c.count("max_seq_len", default=2048), train_ctx)
 
 
 class Family(NamedTuple):
     settings: Callable[[Config, int, int | None], Settings]  # (config.json, ctx to be read at, train_ctx) -> settings
     table: Table
+    # Changes our state dict, and model.tied_head, by what the settings cannot express
+    fold: Callable[[Config, ModelConfig, dict[str, Tensor], Take], None] | None = None
 
 
 FAMILIES = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Family(llama, LLAMA)) | {
     "arcee": Family(llama, ARCEE),
+    "phi3": Family(llama, PHI3),
+    "olmo2": Family(llama, OLMO2),
+    "granite": Family(llama, LLAMA, fold_granite),
+    "stablelm": Family(stablelm, LLAMA),
     "gpt_neox": Family(neox, NEOX),
     "gptj": Family(gptj, GPTJ),
+    "gpt2": Family(gpt2, GPT2, fold_gpt2),
+    "bloom": Family(bloom, BLOOM, fold_bloom),
+    "mpt": Family(mpt, MPT),
 }  # by model_type

@@ -1,7 +1,8 @@
 """Open a local Hugging Face checkpoint as a Run: config.json, *.safetensors and tokenizer.json, never a pickle.
 
-A setting in config.json that our GPT does not have is an error that names it. The tests compare the logits of every
-family and rope type with those of transformers.
+The weights are model.safetensors or else the files of model.safetensors.index.json; no other file is read. A setting
+in config.json that our GPT does not have is an error that names it. The tests compare the logits of every family and
+rope type with those of transformers.
 """
 
 import hashlib
@@ -26,7 +27,8 @@ from hf.config import Config
 from hf.families import FAMILIES, HEADS, Family, to_ours
 from model import gpt
 
-BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.(attention|attn)\.(bias|masked_bias)$")  # constants of old checkpoints
+# Constants of old checkpoints
+BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.(attention|attn)\.(bias|masked_bias)$")
 
 
 def open_hf(
@@ -51,6 +53,8 @@ def open_hf(
     assert cfg.name is not None
     corpus = read_corpus(folder, data or yaml_values("data", "sympy"), vocab_size)
     model = gpt.from_weights(cfg, vocab_size, weights).to(device).eval()
+    context = gpt.trained_context(cfg, model.pos)
+    gpt.trained_scaling(cfg, context, ctx)  # UserError for parameters that do not fit, before any text is read
     check_fits(cfg, model.pos, ctx, scalings)
     knobs = {k: v for k, v in cfg.scaling.items() if k != "kind" and v is not None and not isinstance(v, list)}
     scaling = " ".join([cfg.scaling["kind"], *(f"{k}={v}" for k, v in knobs.items())])
@@ -61,7 +65,7 @@ def open_hf(
         cfg=cfg,
         model=model,
         corpus=corpus,
-        context=gpt.trained_context(cfg, model.pos),
+        context=context,
         step=0,
         digest=digest(folder, cfg),
         scaling_follows_length=True,
@@ -77,32 +81,47 @@ def read(folder: Path, ctx: int, train_ctx: int | None = None) -> tuple[TrainCon
         raise UserError(f"run=hf:{folder}: no such folder; it must be a local Hugging Face checkpoint")
     c = Config(folder)
     model_type = c.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise c.refuse("model_type", model_type, f"not supported; there are {', '.join(sorted(FAMILIES))}")
     family = FAMILIES[model_type]
-    m, pos, rope = family.settings(c, ctx, train_ctx)
+    m, positions = family.settings(c, ctx, train_ctx)
     vocab_size = c.count("vocab_size")
     c.finish()
+    if m.head_dim is None and m.width % m.n_heads:
+        raise UserError(f"{c.path}: hidden size {m.width}: must be a multiple of the {m.n_heads} attention heads")
+    if m.n_heads % m.kv_heads:
+        raise c.refuse("num_key_value_heads", m.kv_heads, f"must be a divisor of the {m.n_heads} attention heads")
     name = "hf-" + re.sub(r"[^A-Za-z0-9._-]+", "_", folder.resolve().name)
-    cfg = TrainConfig(model=m, pos=pos, scaling=rope.scaling, ctx=rope.longest_ctx, steps=0, dtype="float32", name=name)
-    if rope.longest_ctx > rope.train_ctx:  # extended, as a run of ours that was fine-tuned with init=
-        cfg.init, cfg.pretrained = "hf", {"ctx": rope.train_ctx, "run": "config.json"}
-    return cfg, read_weights(folder, cfg, vocab_size, family), vocab_size
+    cfg = TrainConfig(model=m, pos=positions.pos, scaling=positions.scaling, ctx=positions.longest_ctx, name=name)
+    cfg.steps, cfg.dtype = 0, "float32"
+    if positions.longest_ctx > positions.train_ctx:  # extended, as a run of ours that was fine-tuned with init=
+        cfg.init, cfg.pretrained = "hf", {"ctx": positions.train_ctx, "run": "config.json"}
+    return cfg, read_weights(folder, c, cfg, vocab_size, family), vocab_size
 
 
 # ---- weights ----
 
 
-def read_weights(folder: Path, cfg: TrainConfig, vocab_size: int, family: Family) -> dict[str, Tensor]:
-    """Our state dict, float32. UserError for a tensor that is missing, misshapen or has no place in our GPT."""
-    with torch.device("meta"):  # for the names and shapes of its parameters only
-        model = gpt.GPT(cfg.model, gpt.build_encoding(cfg), vocab_size)
+def read_weights(folder: Path, c: Config, cfg: TrainConfig, vocab_size: int, family: Family) -> dict[str, Tensor]:
+    """Our state dict, float32. UserError for a tensor that is missing, misshapen or has no place in our GPT.
+
+    c: config.json, for the family's fold, which may also untie the head: cfg.model.tied_head.
+    """
+    files = open_tensors(weight_files(folder))
+    if cfg.model.n_layers > len(files):  # a model of billions of layers is not built first
+        raise UserError(f"{folder}: its safetensors have {len(files)} tensors for {cfg.model.n_layers} layers")
+    try:
+        with torch.device("meta"):  # for the names and shapes of its parameters only
+            model = gpt.GPT(cfg.model, gpt.build_encoding(cfg), vocab_size)
+    except RuntimeError as e:  # more bytes than fit into 64 bits
+        raise UserError(f"{c.path}: no model has these sizes ({str(e).splitlines()[0][:80]})") from None
     shapes = {name: p.shape for name, p in model.state_dict().items()}
-    files = open_tensors(folder)
+    prefix = family.table.layers.partition(".")[0] + "."  # files of the model without its head lack it
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
         """Remove a tensor from `files` and load it, in float32. What is left in `files` at the end has no place."""
-        present = [n for n in (name, *(HEADS if name in HEADS else ())) if n in files]
+        names = (name, name.removeprefix(prefix), *(HEADS if name in HEADS else ()))
+        present = [n for n in names if n in files]
         if not present:
             raise UserError(f"{folder}: its safetensors have no {name}")
         name = present[0]
@@ -117,26 +136,42 @@ def read_weights(folder: Path, cfg: TrainConfig, vocab_size: int, family: Family
     for name in [n for n in HEADS if n in files and cfg.model.tied_head]:  # a redundant copy of the embeddings
         if not torch.equal(files.pop(name).get_tensor(name).float(), ours["head.weight"]):
             raise UserError(f"{folder}: {name} differs from the embeddings that config.json ties it to")
+    if family.fold is not None:
+        family.fold(c, cfg.model, ours, take)
     if unplaced := [name for name in files if not BUFFERS.search(name)]:
         raise UserError(f"{folder}: {unplaced[0]} has no place in this model ({len(unplaced)} such tensors)")
     return ours
 
 
-def open_tensors(folder: Path) -> dict[str, Any]:
-    """Tensor name -> the open safetensors file that holds it. UserError if a file is missing or incomplete."""
-    index = folder / "model.safetensors.index.json"
-    files = sorted(folder.glob("*.safetensors"))
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of the model: model.safetensors, or else the files that the index names, as transformers.
+
+    Never any other: a folder may also contain an adapter, or the same weights in another format. UserError if there is
+    neither, or if the index names a file outside the folder.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        return [single]
     if index.exists():
         try:
-            files = sorted({folder / file for file in json.loads(index.read_text())["weight_map"].values()})
-        except (OSError, ValueError, KeyError, AttributeError):
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if not names or any(Path(name).name != name for name in names):
+                raise ValueError("not names of files in the folder")
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise UserError(f"{index}: not an index of safetensors files") from None
-    if not files:
-        pickles = [*folder.glob("*.bin"), *folder.glob("*.pt")]
-        hint = f" ({pickles[0].name} is a pickle, which is never loaded: convert it)" if pickles else ""
-        raise UserError(f"run=hf:{folder}: no *.safetensors there{hint}")
+        return [folder / name for name in names]
+    hint = ""
+    if others := sorted(folder.glob("*.safetensors")):
+        hint = f" ({others[0].name} is not read: it may be an adapter or another format)"
+    elif pickles := [*folder.glob("*.bin"), *folder.glob("*.pt")]:
+        hint = f" ({pickles[0].name} is a pickle, which is never loaded: convert it)"
+    raise UserError(f"run=hf:{folder}: no model.safetensors there, and no {index.name}{hint}")
+
+
+def open_tensors(paths: list[Path]) -> dict[str, Any]:
+    """Tensor name -> the open safetensors file that holds it. UserError if a file is missing or incomplete."""
     tensors = {}
-    for path in files:
+    for path in paths:
         try:
             file = safetensors.safe_open(path, framework="pt")
             tensors |= dict.fromkeys(file.keys(), file)
@@ -148,7 +183,7 @@ def open_tensors(folder: Path) -> dict[str, Any]:
 def digest(folder: Path, cfg: TrainConfig) -> str:
     """The sha256 of config.json and the weights, and of the trained context, since train_ctx= can set it."""
     result = hashlib.sha256(str(cfg.pretrained).encode())
-    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
+    for path in [folder / "config.json", *weight_files(folder)]:
         with file_errors(path), path.open("rb") as f:
             result.update(hashlib.file_digest(f, "sha256").digest())
     return result.hexdigest()

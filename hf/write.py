@@ -1,4 +1,4 @@
-"""Write a trained run as a Hugging Face checkpoint: config.json, model.safetensors and tokenizer.json.
+"""Write a trained run as a Hugging Face checkpoint: config.json, model.safetensors, tokenizer.json and a model card.
 
 A setting that transformers cannot express, in particular an encoding or a scaling, is an error that names it; nothing
 is approximated.
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.errors import UserError, file_errors
+from conf.registry import describe
 from conf.schema import ModelConfig, TrainConfig
 from data.corpus import Corpus
 from data.tokenizer import END
@@ -23,7 +24,7 @@ from engine.run import Run
 from hf.families import ACTIVATIONS, FAMILIES, from_ours
 from hf.rope_types import rope_parameters
 
-CLASSES = {"llama": "Llama", "arcee": "Arcee", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # model_type -> class name prefix
+CLASSES = {"llama": "Llama", "arcee": "Arcee", "qwen3": "Qwen3"}  # model_type -> class name prefix
 
 
 def write_checkpoint(run: Run, out: Path) -> str:
@@ -37,9 +38,11 @@ def write_checkpoint(run: Run, out: Path) -> str:
     cfg, encoding = run.cfg, run.corpus.encoding
     model_type = architecture(cfg.model)
     rope = rope_parameters(cfg, run.trained_scaling(cfg.ctx), run.context.train_ctx)
-    state, end = run.model.state_dict(), encoding.eot_token
-    files = {
-        "config.json": config(cfg, run.corpus.vocab_size, end, state["blocks.0.mlp.down.weight"].shape[1], rope),
+    end, V = encoding.eot_token, encoding.n_vocab
+    state = real_tokens_only(run.model.state_dict(), V)
+    files: dict[str, dict | str] = {
+        "README.md": model_card(run, out, model_type, rope),
+        "config.json": config(cfg, V, end, state["blocks.0.mlp.down.weight"].shape[1], rope),
         "generation_config.json": {"bos_token_id": end, "eos_token_id": end},
         "tokenizer.json": tokenizer_json(encoding),
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END,
@@ -53,7 +56,8 @@ def write_checkpoint(run: Run, out: Path) -> str:
             out.parent.mkdir(parents=True, exist_ok=True)
             temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
             for name, content in files.items():
-                (temporary / name).write_text(json.dumps(content, indent=1, ensure_ascii=False))
+                text = content if isinstance(content, str) else json.dumps(content, indent=1, ensure_ascii=False)
+                (temporary / name).write_text(text)
             # A copy of each: safetensors refuses tensors that share memory, as the parts of a fused one do
             copies = {name: x.float().contiguous().clone() for name, x in tensors.items()}
             save_file(copies, temporary / "model.safetensors", metadata={"format": "pt"})
@@ -77,27 +81,23 @@ def architecture(m: ModelConfig) -> str:
         "residual": m.residual != "serial",
         "head_bias": m.head_bias,
         "width": m.width % m.n_heads > 0,
-        "out_bias": m.out_bias and not m.qkv_bias,
-        "qk_norm": m.qk_norm and not (gated and m.qkv_bias == m.out_bias and not m.mlp_bias),  # only Qwen3 has it
-        "qkv_bias": m.qkv_bias and not m.out_bias and not (gated and not m.mlp_bias),  # without out_bias only Qwen2
+        "qk_norm": m.qk_norm and not (gated and not m.mlp_bias),  # only Qwen3 has it
+        "qk_norm_all_heads": m.qk_norm_all_heads,
     }
     for setting in (s for s, bad in cannot.items() if bad):
         raise UserError(
             f"model.{setting}={getattr(m, setting)}: cannot be exported with the other settings of this model; "
             "model=nano, tiny, gpt2, llama and qwen3 can"
         )
-    if m.qk_norm:
-        return "qwen3"
-    if m.qkv_bias and not m.out_bias:
-        return "qwen2"
-    return "llama" if gated else "arcee"
+    # Not qwen2 for biases of q, k and v: transformers gives it its own tokenizer, which has other token ids
+    return "qwen3" if m.qk_norm else "llama" if gated else "arcee"
 
 
 def config(cfg: TrainConfig, vocab_size: int, end: int, hidden: int, rope: dict) -> dict:
     """config.json. end: the id of the token between documents; hidden: the MLP's width; rope: rope_parameters."""
     m, model_type = cfg.model, architecture(cfg.model)
-    biases = {"attention_bias": m.qkv_bias and m.out_bias} if model_type != "qwen2" else {}
-    biases |= {"mlp_bias": m.mlp_bias} if model_type in ("llama", "arcee") else {}
+    biases = {"attention_bias": m.qkv_bias or m.out_bias}
+    biases |= {"mlp_bias": m.mlp_bias} if model_type != "qwen3" else {}
     return {
         "architectures": [f"{CLASSES[model_type]}ForCausalLM"],
         "model_type": model_type,
@@ -120,7 +120,76 @@ def config(cfg: TrainConfig, vocab_size: int, end: int, hidden: int, rope: dict)
     }
 
 
+# ---- README.md ----
+
+
+def model_card(run: Run, out: Path, model_type: str, rope: dict) -> str:
+    """README.md in the Hub's format: YAML between two lines of dashes, then Markdown."""
+    cfg, m = run.cfg, run.cfg.model
+    L, trained = run.context.train_ctx, run.context.longest_trained_ctx
+    scaling = describe("scaling", cfg.scaling)
+    context = f"{trained} tokens" if trained == L else f"{L} tokens, then extended to {trained} with scaling={scaling}"
+    validation = ", ".join(f"{name} {value:.4f}" for name, value in run.validation.items())
+    train_ctx = f" train_ctx={L}" if rope["rope_type"] == "linear" else ""  # config.json cannot contain it
+    rows = {
+        "architecture": f"{model_type}: {m.n_layers} layers, width {m.width}, {m.n_heads} heads, "
+        f"{m.kv_heads} key-value heads of width {m.head_width}, mlp={m.mlp}, {run.model.n_parameters():,} parameters",
+        "positions": f"pos={describe('pos', cfg.pos)}, scaling={scaling}",
+        "training context": context,
+        "training text": f"data={describe('data', cfg.data)}",
+        "training": f"{run.step} steps of {cfg.batch_tokens} tokens, seed {cfg.seed}, learning rate {cfg.optim.lr}",
+        "on held-out text in the trained window": validation or "not measured",
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- ropewalk
+- {cfg.pos["kind"]}
+- {scaling.split()[0]}
+---
+
+# {out.name}
+
+A small language model that ropewalk trained to measure how positional encodings extrapolate to longer contexts.
+It is the run `{run.name}`, written by `python export.py run={run.name} out={out}`.
+
+| setting | value |
+|---|---|
+{table}
+
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{out}")
+tokenizer = AutoTokenizer.from_pretrained("{out}")
+```
+
+In ropewalk, this measures its loss against context length on held-out text:
+
+```sh
+python eval.py run=hf:{out} ctx={4 * trained}{train_ctx}
+```
+
+## Limits
+
+It was trained on one small corpus at the context above: it is an object of study, not an assistant, and what it
+writes is not reliable. Beyond the trained context its loss is expected to grow.
+"""
+
+
 # ---- weights ----
+
+
+def real_tokens_only(state: dict[str, Tensor], n_vocab: int) -> dict[str, Tensor]:
+    """Our state dict without the rows that pad the vocabulary to a multiple of 64 (data/corpus.py).
+
+    No text contains these tokens, but generate() could draw one, and the tokenizer has no text for it.
+    """
+    return {name: x[:n_vocab] if name.startswith(("tokens.", "head.")) else x for name, x in state.items()}
 
 
 def in_hf_form(m: ModelConfig, state: Mapping[str, Tensor], interleaved: bool) -> dict[str, Tensor]:
@@ -128,11 +197,15 @@ def in_hf_form(m: ModelConfig, state: Mapping[str, Tensor], interleaved: bool) -
 
     Llama rotates pairs (i, i + D/2). Our interleaved pairs (2i, 2i + 1) are permuted to these places, which does not
     change a score, because it is a sum over the dimensions of a head. QK-norm without weights becomes QK-norm with
-    weights of 1.
+    weights of 1. In Hugging Face q, k, v and the output projection have biases together: missing ones become zeros.
     """
-    D = m.head_width
-    ones = {f"blocks.{i}.attention.qk_norms.{j}.weight": torch.ones(D) for i in range(m.n_layers) for j in (0, 1)}
+    D, layers = m.head_width, range(m.n_layers)
+    ones = {f"blocks.{i}.attention.qk_norms.{j}.weight": torch.ones(D) for i in layers for j in (0, 1)}
     state = {**(ones if m.qk_norm else {}), **state}
+    if m.qkv_bias != m.out_bias:
+        missing = "out" if m.qkv_bias else "qkv"
+        for name in (f"blocks.{i}.attention.{missing}" for i in layers):
+            state[f"{name}.bias"] = torch.zeros(len(state[f"{name}.weight"]))
     if not interleaved:
         return state
     order = torch.arange(D).view(-1, 2).T.flatten()  # 0, 2, 4, ..., 1, 3, 5, ...

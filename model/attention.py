@@ -51,8 +51,10 @@ class Attention(nn.Module):
             from model.linear_attention import linear_attention
 
             self.linear_attention = linear_attention
+        self.norm_all_heads = cfg.qk_norm_all_heads
+        widths = (self.H * self.D, self.G * self.D) if self.norm_all_heads else (self.D, self.D)
         self.qk_norms = nn.ModuleList(
-            nn.RMSNorm(self.D, cfg.norm_eps, elementwise_affine=cfg.qk_norm_weight) for _ in range(2 * cfg.qk_norm)
+            nn.RMSNorm(D, cfg.norm_eps, elementwise_affine=cfg.qk_norm_weight) for D in widths[: 2 * cfg.qk_norm]
         )
         self.qkv = nn.Linear(cfg.width, (self.H + 2 * self.G) * self.D, bias=cfg.qkv_bias)
         self.out = nn.Linear(self.H * self.D, cfg.width, bias=cfg.out_bias)
@@ -92,11 +94,15 @@ class Attention(nn.Module):
     def normalise_qk(self, qkv: Tensor) -> Tensor:
         """QK-norm: divide each head of q and k by its root mean square. [B, T, H + 2 G, D] -> the same shape and dtype.
 
-        Computed in float32, or in float64 for float64 inputs: squares in bfloat16 would lose too many bits.
+        With qk_norm_all_heads the mean is over all heads of q, or of k. Computed in float32, or in float64 for float64
+        inputs: squares in bfloat16 would lose too many bits.
         """
         q, k, v = self.split(qkv)
         wide = torch.promote_types(v.dtype, torch.float32)
-        q, k = (norm(x.to(wide)).to(v.dtype) for norm, x in zip(self.qk_norms, (q, k), strict=True))
+        q, k = (
+            norm((x.flatten(2) if self.norm_all_heads else x).to(wide)).view(x.shape).to(v.dtype)
+            for norm, x in zip(self.qk_norms, (q, k), strict=True)
+        )
         return torch.cat((q, k, v), dim=2)
 
     def rotated_heads(

@@ -68,7 +68,7 @@ def make_norm(cfg: ModelConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    """A transformer block with norms before attention and MLP (pre-norm), which run in series or in parallel."""
+    """A transformer block: attention and MLP in series or in parallel, with norms before or after them."""
 
     def __init__(self, cfg: ModelConfig, linear: bool):
         super().__init__()
@@ -83,6 +83,10 @@ class Block(nn.Module):
 
         *where: (pos, positions, prepared, change, cache, last), passed to Attention.forward.
         """
+        if self.residual == "serial_post":
+            attended = self.norm1(self.attention(x, *where))
+            x = x[:, -attended.shape[1] :] + attended
+            return x + self.norm2(self.mlp(x))
         normed1 = self.norm1(x)
         attended = self.attention(normed1, *where)
         x, normed1 = x[:, -attended.shape[1] :], normed1[:, -attended.shape[1] :]

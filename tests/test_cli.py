@@ -91,6 +91,7 @@ def assert_no_run(folder: Path) -> None:
         (["ctx=10000000", "batch_tokens=10000000"], r"ctx=10000000: "),
         (["kernel=cuda"], r"kernel=cuda: must be auto, triton or torch"),
         (["model.qk_norm=true", "attention=linear"], r"model\.qk_norm=True: attention=linear has no use for it"),
+        (["model.qk_norm_all_heads=true"], r"model\.qk_norm_all_heads=True: must be false without model\.qk_norm"),
         (["attention=flash"], r"attention=flash: must be softmax or linear"),
         (["attention=linear", "pos=alibi"], r"attention=linear: has no scores that pos=alibi could add its bias to"),
         (["positions=sorted"], r"positions=sorted: must be ordered, random or pose"),
