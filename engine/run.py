@@ -36,6 +36,7 @@ class Run:
     step: int  # optimiser steps done; 0 for a Hugging Face model
     digest: str  # of the weights
     validation: dict[str, float] = field(default_factory=dict)  # loss, ppl and bits_per_byte in the trained window
+    notes: tuple[str, ...] = ()  # what a reader of its curves should know, a line each
     scaling_follows_length: bool = False  # a Hugging Face model computes its trained scaling anew at each length
 
     @classmethod
@@ -87,7 +88,7 @@ class Run:
             from engine.finetune import describe_extension
 
             lines += f"\n  {describe_extension(self.cfg, self.context)}"
-        return lines
+        return "\n  note: ".join([lines, *self.notes])
 
 
 def check_fits(cfg: TrainConfig, encoding: Encoding, ctx: int, scalings: Sequence[dict]) -> None:

@@ -47,17 +47,23 @@ class Config:
     UserError if the file is missing or is not a JSON object, and from every method for a value of a wrong type.
     """
 
-    def __init__(self, folder: Path):
-        self.path = folder / "config.json"
+    def __init__(self, path: Path, values: dict[str, Any]):
+        """path: of the file that they are from, for messages."""
+        self.path, self.values = path, values
+        self.keys_read: set[str] = set(HARMLESS)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "Config":
+        path = folder / "config.json"
         try:
-            self.values = json.loads(self.path.read_text())
-            if not isinstance(self.values, dict):
+            values = json.loads(path.read_text())
+            if not isinstance(values, dict):
                 raise ValueError("not an object")
         except FileNotFoundError:
             raise UserError(f"run=hf:{folder}: no Hugging Face checkpoint: it has no config.json") from None
         except (OSError, ValueError, RecursionError):
-            raise UserError(f"{self.path}: not a JSON object") from None
-        self.keys_read: set[str] = set(HARMLESS)
+            raise UserError(f"{path}: not a JSON object") from None
+        return cls(path, values)
 
     def get(self, *keys: str, default: Any = None) -> Any:
         """The value of the first of these keys that has one; several keys are names of the same setting."""

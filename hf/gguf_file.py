@@ -1,20 +1,23 @@
-"""A GGUF file (the format of llama.cpp) in the form of a Hugging Face checkpoint: config.json, tensors, tokenizer.json.
+"""A GGUF file (the format of llama.cpp) in the form of a Hugging Face checkpoint.
 
 Its metadata become the keys of config.json and its tensors get Hugging Face's names, so that the families of
 hf/families.py read it. The `gguf` package parses the file and dequantises the tensors. Key and tensor names:
 github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from conf.errors import UserError, file_errors
+from hf.checkpoint import Checkpoint, run_name
+from hf.config import Config
 
 MAGIC = b"GGUF"
 
@@ -50,6 +53,7 @@ LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+ROPE_FREQS = "rope_freqs.weight"  # of Llama 3: the divisor of each frequency
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 # architecture -> whether q and k are permuted: llama.cpp rotates pairs (2i, 2i + 1) of this architecture
 PERMUTED = {"llama": True, "qwen2": False, "qwen3": False}
@@ -66,33 +70,22 @@ WORDS = {
     "llama-bpe": [LLAMA3_WORDS],
     "qwen2": [LLAMA3_WORDS.replace("{1,3}", "")],
 }
-NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6  # tokenizer.ggml.token_type
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
 
 
-@dataclass(frozen=True)
-class GGUF:
-    """The content of a file, in the form of a checkpoint's config.json, tensors and tokenizer.json."""
-
-    config: dict[str, Any]
-    tensors: dict[str, Callable[[], Tensor]]  # name -> a function that dequantises it, to float32
-    tokenizer: dict[str, Any]
-    quantisation: str  # the type of most weights, such as Q4_1
-    finetune: str  # general.name, such as "Smollm2 135M"
-
-
-def open_gguf(path: Path) -> GGUF:
+def open_gguf(path: Path) -> Checkpoint:
     """UserError if the file is damaged, or has an architecture, a quantisation or a tokenizer that we do not read."""
     try:
         import gguf
     except ImportError:
-        raise UserError(f"run=gguf:{path}: needs the gguf package: pip install gguf") from None
+        raise UserError(f"run=gguf:{path}: needs the gguf package: pip install gguf==0.19.0") from None
     with file_errors(path), path.open("rb") as f:
         if f.read(4) != MAGIC:
             raise UserError(f"{path}: not a GGUF file")
     try:
         reader = gguf.GGUFReader(path)
         values = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as e:
+    except (ValueError, IndexError, KeyError, OverflowError) as e:
         reason = str(e).splitlines()[0][:80]
         raise UserError(f"{path}: a GGUF file that is incomplete, damaged or of another version ({reason})") from None
     arch = values.get("general.architecture")
@@ -101,28 +94,29 @@ def open_gguf(path: Path) -> GGUF:
     infos = {t.name: t for t in reader.tensors}
     for t in infos.values():
         if t.tensor_type.name not in ("F32", "F16") and t.tensor_type not in gguf.quants._type_traits:
-            raise UserError(
-                f"{path}: {t.name} is quantised as {t.tensor_type.name}, which the gguf package cannot read"
-            )
+            raise UserError(f"{path}: {t.name} has type {t.tensor_type.name}, which the gguf package cannot dequantise")
     config = read_config(path, arch, values, infos)
-    heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
 
     def tensor(name: str) -> Callable[[], Tensor]:
         def load() -> Tensor:
             x = torch.from_numpy(np.array(gguf.dequantize(infos[name].data, infos[name].tensor_type)))
-            module = name.split(".")[-2]
-            if PERMUTED[arch] and module in ("attn_q", "attn_k"):
-                x = unpermute(x, heads[module == "attn_k"])
-            return x
+            heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(name.split(".")[-2])
+            return unpermute(x, config[heads]) if PERMUTED[arch] and heads else x
 
         return load
 
-    tensors = {checkpoint_name(path, name): tensor(name) for name in infos if name != "rope_freqs.weight"}
-    kinds = [t.tensor_type.name for t in infos.values() if len(t.shape) == 2]
-    return GGUF(
-        config, tensors, tokenizer_json(path, values), max(kinds, key=kinds.count, default="F32"),
-        str(values.get("general.name", path.stem)),
-    )  # fmt: skip
+    content = tokenizer_json(path, values)
+    types = [t.tensor_type.name for t in infos.values() if len(t.shape) == 2]
+    return Checkpoint(
+        name=run_name("gguf", path),
+        path=path,
+        config=Config(path, config),
+        tensors={checkpoint_name(path, name): tensor(name) for name in infos if name != ROPE_FREQS},
+        tokenizer=lambda: Tokenizer.from_str(json.dumps(content)),
+        files=[path],
+        n_parameters=sum(int(t.n_elements) for t in infos.values()),
+        notes=(f"{values.get('general.name', path.stem)}, weights stored as {max(types, key=types.count)}",),
+    )
 
 
 # ---- settings and weights ----
@@ -131,9 +125,14 @@ def open_gguf(path: Path) -> GGUF:
 def read_config(path: Path, arch: str, values: dict[str, Any], infos: dict[str, Any]) -> dict[str, Any]:
     """The keys of config.json. UserError for metadata that are missing, or that we do not know."""
     of_arch = {k.removeprefix(f"{arch}."): v for k, v in values.items() if k.startswith(f"{arch}.")}
-    config = {"model_type": arch, "hidden_act": "silu", "tie_word_embeddings": "output.weight" not in infos}
+    config: dict[str, Any] = {
+        "model_type": arch,
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in infos,
+    }
     config["vocab_size"] = len(values.get("tokenizer.ggml.tokens", [])) or None
     config |= {key: of_arch.pop(name) for key, name in CONFIG.items() if name in of_arch}
+    config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
     scaling = {k.removeprefix(SCALING): of_arch.pop(k) for k in [*of_arch] if k.startswith(SCALING)}
     if unknown := [k for k in of_arch if k not in HARMLESS]:
         raise UserError(f"{path}: {arch}.{unknown[0]}={of_arch[unknown[0]]}: not supported, and not ignored either")
@@ -143,10 +142,11 @@ def read_config(path: Path, arch: str, values: dict[str, Any], infos: dict[str, 
     if kind not in ROPE_TYPES:
         raise UserError(f"{path}: {arch}.{SCALING}type={kind}: must be {', '.join(ROPE_TYPES)}")
     if kind != "none":
-        config["rope_scaling"] = {"rope_type": ROPE_TYPES[kind], "factor": scaling.get("factor")}
-        config["rope_scaling"]["original_max_position_embeddings"] = scaling.get("original_context_length")
-    if "rope_freqs.weight" in infos:  # Llama 3's ramp, as the divisor of each frequency
-        divisors = [float(x) for x in infos["rope_freqs.weight"].data]
+        original = scaling.get("original_context_length")
+        config["rope_scaling"] = {"rope_type": ROPE_TYPES[kind], "factor": scaling.get("factor"),
+                                  "original_max_position_embeddings": original}  # fmt: skip
+    if ROPE_FREQS in infos:
+        divisors = [float(x) for x in infos[ROPE_FREQS].data]
         config["rope_scaling"] = {"rope_type": "longrope", "attention_factor": 1.0, "short_factor": divisors,
                                   "long_factor": divisors}  # fmt: skip
     return config

@@ -1,28 +1,23 @@
-"""Open a local Hugging Face checkpoint as a Run: config.json, *.safetensors and tokenizer.json, never a pickle.
+"""Read a checkpoint: its settings as a TrainConfig, its weights as our state dict, and text in its tokens.
 
-The weights are model.safetensors or else the files of model.safetensors.index.json; no other file is read. A setting
-in config.json that our GPT does not have is an error that names it. The tests compare the logits of every family and
-rope type with those of transformers.
+A setting in config.json that our GPT does not have is an error that names it. The tests compare the logits of every
+family and rope type with those of transformers.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import safetensors
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from conf.errors import UserError, file_errors
-from conf.registry import yaml_values
+from conf.errors import UserError
 from conf.schema import TrainConfig
 from data.corpus import Document, HeldOut, held_out_texts
-from engine.run import Run, check_fits
+from hf.checkpoint import Checkpoint, open_folder
 from hf.config import Config
 from hf.families import FAMILIES, HEADS, Family, to_ours
 from model import gpt
@@ -31,55 +26,27 @@ from model import gpt
 BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.(attention|attn)\.(bias|masked_bias)$")
 
 
-def open_hf(
-    path: str | Path,
-    *,
-    ctx: int,
-    train_ctx: int | None = None,
-    data: dict | None = None,
-    runs: str = "runs",
-    device: torch.device | str = "cpu",
-    scalings: Sequence[dict] = (),
-) -> Run:
-    """The checkpoint in folder path as a Run, to be evaluated at up to ctx tokens with these scalings.
-
-    train_ctx: the context of the pre-training, tokens, where config.json does not contain it. data: the settings of a
-    corpus (a yaml of conf/data), whose held-out documents are scored, in tokens of the checkpoint's tokenizer; None or
-    empty: sympy. runs: the folder under which the curves are written. UserError for anything in the folder that is
-    missing, damaged or not supported, NotApplicable for a scaling that does not apply to the model.
-    """
-    folder = Path(path).expanduser()
-    cfg, weights, vocab_size = read(folder, ctx, train_ctx)
-    assert cfg.name is not None
-    corpus = read_corpus(folder, data or yaml_values("data", "sympy"), vocab_size)
-    model = gpt.from_weights(cfg, vocab_size, weights).to(device).eval()
-    context = gpt.trained_context(cfg, model.pos)
-    gpt.trained_scaling(cfg, context, ctx)  # UserError for parameters that do not fit, before any text is read
-    check_fits(cfg, model.pos, ctx, scalings)
-    knobs = {k: v for k, v in cfg.scaling.items() if k != "kind" and v is not None and not isinstance(v, list)}
-    scaling = " ".join([cfg.scaling["kind"], *(f"{k}={v}" for k, v in knobs.items())])
-    return Run(
-        name=cfg.name,
-        reason=f"{folder}, whose config.json says scaling={scaling}",
-        folder=Path(runs) / cfg.name,
-        cfg=cfg,
-        model=model,
-        corpus=corpus,
-        context=context,
-        step=0,
-        digest=digest(folder, cfg),
-        scaling_follows_length=True,
-    )
-
-
 def read(folder: Path, ctx: int, train_ctx: int | None = None) -> tuple[TrainConfig, dict[str, Tensor], int]:
-    """(settings, our state dict, vocabulary size) of the checkpoint in folder, to be evaluated at up to ctx tokens.
+    """`read_checkpoint` of a Hugging Face folder."""
+    return read_checkpoint(open_folder(folder), ctx, train_ctx)
 
-    The name of the run is hf-FOLDER. UserError as in `open_hf`.
+
+def read_checkpoint(
+    source: Checkpoint, ctx: int, train_ctx: int | None = None, keep_bfloat16: bool = False
+) -> tuple[TrainConfig, dict[str, Tensor], int]:
+    """(settings, our state dict, vocabulary size) of a checkpoint, to be evaluated at up to ctx tokens.
+
+    train_ctx: the context of the pre-training, tokens, where its config does not contain it. keep_bfloat16: matrices
+    that are stored in bfloat16 stay so; everything else becomes float32. UserError for anything that is missing,
+    damaged or not supported.
     """
-    if not folder.is_dir():
-        raise UserError(f"run=hf:{folder}: no such folder; it must be a local Hugging Face checkpoint")
-    c = Config(folder)
+    cfg, vocab_size, family = read_settings(source.config, ctx, train_ctx)
+    cfg.name = source.name
+    return cfg, read_weights(source, cfg, vocab_size, family, keep_bfloat16), vocab_size
+
+
+def read_settings(c: Config, ctx: int, train_ctx: int | None) -> tuple[TrainConfig, int, Family]:
+    """(settings, vocabulary size, family) of a config.json."""
     model_type = c.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise c.refuse("model_type", model_type, f"not supported; there are {', '.join(sorted(FAMILIES))}")
@@ -91,25 +58,26 @@ def read(folder: Path, ctx: int, train_ctx: int | None = None) -> tuple[TrainCon
         raise UserError(f"{c.path}: hidden size {m.width}: must be a multiple of the {m.n_heads} attention heads")
     if m.n_heads % m.kv_heads:
         raise c.refuse("num_key_value_heads", m.kv_heads, f"must be a divisor of the {m.n_heads} attention heads")
-    name = "hf-" + re.sub(r"[^A-Za-z0-9._-]+", "_", folder.resolve().name)
-    cfg = TrainConfig(model=m, pos=positions.pos, scaling=positions.scaling, ctx=positions.longest_ctx, name=name)
+    cfg = TrainConfig(model=m, pos=positions.pos, scaling=positions.scaling, ctx=positions.longest_ctx)
     cfg.steps, cfg.dtype = 0, "float32"
     if positions.longest_ctx > positions.train_ctx:  # extended, as a run of ours that was fine-tuned with init=
         cfg.init, cfg.pretrained = "hf", {"ctx": positions.train_ctx, "run": "config.json"}
-    return cfg, read_weights(folder, c, cfg, vocab_size, family), vocab_size
+    return cfg, vocab_size, family
 
 
 # ---- weights ----
 
 
-def read_weights(folder: Path, c: Config, cfg: TrainConfig, vocab_size: int, family: Family) -> dict[str, Tensor]:
-    """Our state dict, float32. UserError for a tensor that is missing, misshapen or has no place in our GPT.
+def read_weights(
+    source: Checkpoint, cfg: TrainConfig, vocab_size: int, family: Family, keep_bfloat16: bool
+) -> dict[str, Tensor]:
+    """Our state dict. UserError for a tensor that is missing, misshapen or has no place in our GPT.
 
-    c: config.json, for the family's fold, which may also untie the head: cfg.model.tied_head.
+    The family's fold may also untie the head: cfg.model.tied_head.
     """
-    files = open_tensors(weight_files(folder))
-    if cfg.model.n_layers > len(files):  # a model of billions of layers is not built first
-        raise UserError(f"{folder}: its safetensors have {len(files)} tensors for {cfg.model.n_layers} layers")
+    path, c, tensors = source.path, source.config, dict(source.tensors)
+    if cfg.model.n_layers > len(tensors):  # a model of billions of layers is not built first
+        raise UserError(f"{path}: has {len(tensors)} tensors for {cfg.model.n_layers} layers")
     try:
         with torch.device("meta"):  # for the names and shapes of its parameters only
             model = gpt.GPT(cfg.model, gpt.build_encoding(cfg), vocab_size)
@@ -119,96 +87,45 @@ def read_weights(folder: Path, c: Config, cfg: TrainConfig, vocab_size: int, fam
     prefix = family.table.layers.partition(".")[0] + "."  # files of the model without its head lack it
 
     def take(name: str, shape: tuple[int, ...]) -> Tensor:
-        """Remove a tensor from `files` and load it, in float32. What is left in `files` at the end has no place."""
+        """Remove a tensor from `tensors` and load it. What is left there at the end has no place."""
         names = (name, name.removeprefix(prefix), *(HEADS if name in HEADS else ()))
-        present = [n for n in names if n in files]
+        present = [n for n in names if n in tensors]
         if not present:
-            raise UserError(f"{folder}: its safetensors have no {name}")
+            raise UserError(f"{path}: its weights have no {name}")
         name = present[0]
-        x = files.pop(name).get_tensor(name)
+        x = tensors.pop(name)()
         if tuple(x.shape) != shape:
-            raise UserError(f"{folder}: {name} has shape {list(x.shape)}, and config.json asks for {list(shape)}")
+            raise UserError(f"{path}: {name} has shape {list(x.shape)}, and config.json asks for {list(shape)}")
         if x.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            raise UserError(f"{folder}: {name} is {x.dtype}: quantised weights are not supported")
-        return x.float()
+            raise UserError(f"{path}: {name} is {x.dtype}: quantised weights are not supported")
+        # A fold computes with the weights, which would round them
+        keep = keep_bfloat16 and x.dtype == torch.bfloat16 and x.dim() == 2 and family.fold is None
+        return x if keep else x.float()
 
     ours = to_ours(family.table, cfg.model, shapes, take)
-    for name in [n for n in HEADS if n in files and cfg.model.tied_head]:  # a redundant copy of the embeddings
-        if not torch.equal(files.pop(name).get_tensor(name).float(), ours["head.weight"]):
-            raise UserError(f"{folder}: {name} differs from the embeddings that config.json ties it to")
+    for name in [n for n in HEADS if n in tensors and cfg.model.tied_head]:  # a redundant copy of the embeddings
+        if not torch.equal(tensors.pop(name)().float(), ours["head.weight"].float()):
+            raise UserError(f"{path}: {name} differs from the embeddings that config.json ties it to")
     if family.fold is not None:
         family.fold(c, cfg.model, ours, take)
-    if unplaced := [name for name in files if not BUFFERS.search(name)]:
-        raise UserError(f"{folder}: {unplaced[0]} has no place in this model ({len(unplaced)} such tensors)")
+    if unplaced := [name for name in tensors if not BUFFERS.search(name)]:
+        raise UserError(f"{path}: {unplaced[0]} has no place in this model ({len(unplaced)} such tensors)")
     return ours
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the model: model.safetensors, or else the files that the index names, as transformers.
-
-    Never any other: a folder may also contain an adapter, or the same weights in another format. UserError if there is
-    neither, or if the index names a file outside the folder.
-    """
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
-        return [single]
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            if not names or any(Path(name).name != name for name in names):
-                raise ValueError("not names of files in the folder")
-        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            raise UserError(f"{index}: not an index of safetensors files") from None
-        return [folder / name for name in names]
-    hint = ""
-    if others := sorted(folder.glob("*.safetensors")):
-        hint = f" ({others[0].name} is not read: it may be an adapter or another format)"
-    elif pickles := [*folder.glob("*.bin"), *folder.glob("*.pt")]:
-        hint = f" ({pickles[0].name} is a pickle, which is never loaded: convert it)"
-    raise UserError(f"run=hf:{folder}: no model.safetensors there, and no {index.name}{hint}")
-
-
-def open_tensors(paths: list[Path]) -> dict[str, Any]:
-    """Tensor name -> the open safetensors file that holds it. UserError if a file is missing or incomplete."""
-    tensors = {}
-    for path in paths:
-        try:
-            file = safetensors.safe_open(path, framework="pt")
-            tensors |= dict.fromkeys(file.keys(), file)
-        except (OSError, safetensors.SafetensorError) as e:
-            raise UserError(f"{path}: not a complete safetensors file ({str(e).splitlines()[0][:80]})") from None
-    return tensors
-
-
-def digest(folder: Path, cfg: TrainConfig) -> str:
-    """The sha256 of config.json and the weights, and of the trained context, since train_ctx= can set it."""
-    result = hashlib.sha256(str(cfg.pretrained).encode())
-    for path in [folder / "config.json", *weight_files(folder)]:
-        with file_errors(path), path.open("rb") as f:
-            result.update(hashlib.file_digest(f, "sha256").digest())
-    return result.hexdigest()
 
 
 # ---- text ----
 
 
-def read_corpus(folder: Path, data: dict, vocab_size: int) -> HeldOut:
+def read_corpus(source: Checkpoint, data: dict, vocab_size: int) -> HeldOut:
     """The documents that data (a yaml of conf/data) holds out, in tokens of the checkpoint's tokenizer.
 
     No beginning-of-text token is added: documents are scored from their middle, where there is none, and one before
     every window would be an attention sink that no other model here has.
     """
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        raise UserError(f"{path}: not found: the text to score needs the checkpoint's tokenizer")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as e:  # the tokenizers package raises Exception itself
-        raise UserError(f"{path}: not a tokenizer ({str(e).splitlines()[0][:80]})") from None
+    tokenizer, documents = source.tokenizer(), []
     tokenizer.no_truncation()
     tokenizer.no_padding()
     sizes = token_bytes(tokenizer, vocab_size)
-    documents = []
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
@@ -219,13 +136,15 @@ def read_corpus(folder: Path, data: dict, vocab_size: int) -> HeldOut:
     for name, text in held_out_texts(data):
         ids = np.array(encode(text), dtype=np.int64)
         if len(ids) and ids.max() >= vocab_size:
-            raise UserError(f"{path}: has token {ids.max()}, and the model's vocabulary has {vocab_size}")
+            raise UserError(
+                f"{source.path}: its tokenizer has token {ids.max()}, and the model's vocabulary has {vocab_size}"
+            )
         n = len(text.encode())
         # Tokenizers that put a space before the text are some bytes off; ones that normalise characters are refused
         if abs(int(sizes[ids].sum()) - n) > 1 + n // 1000:
-            raise UserError(f"{path}: its tokens of {name} do not add up to the {n} bytes of the text")
+            raise UserError(f"{source.path}: its tokens of {name} do not add up to the {n} bytes of the text")
         documents.append(Document(name, ids))
-    key = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    key = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:16]
     return HeldOut(key, vocab_size, documents, sizes, encode, decode)
 
 

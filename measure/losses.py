@@ -30,7 +30,7 @@ def print_curves(task: Task, none: Curve, window: Curve, *others: Curve) -> None
         interval = f"{math.exp(row.low):.1f} .. {math.exp(row.high):.1f}"
         mean, low, high = gain(row, bar)
         gained = f"{mean:>+9.3f} [{low:+.3f}, {high:+.3f}]{'' if bar.label == 'window' else ' t'}"
-        print(f"{row.n:>7}{row.n / L:>6.3g}{cells}{row.factor:>8.3g}{interval:>15}{gained}")
+        print(f"{row.n:>7}{row.n / L:>6.2g}{cells}{row.factor:>8.3g}{interval:>15}{gained}")
     if any(bar.label != "window" for bar in bars):
         print(f"t: the better control is truncation: only the last {bars[-1].window or bars[-1].n} tokens are given")
     if len({len(row.windows) for row in none.rows}) > 1:

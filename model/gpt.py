@@ -148,7 +148,8 @@ class GPT(nn.Module):
             tokens, positions = tokens[:, -reach:], positions[..., -reach:]
         if self.linear:  # no attention scores, hence no temperature
             change = replace(change, attention_factor=1.0)
-        x = self.pos.embed(self.tokens(tokens), positions[..., past:])
+        # Embeddings that are stored in bfloat16 are the only bfloat16 in the sum of all layers
+        x = self.pos.embed(self.tokens(tokens).to(self.norm.weight.dtype), positions[..., past:])
         prepared = self.pos.prepare(positions, change)
         for i, block in enumerate(self.blocks, 1):
             x = block(x, self.pos, positions, prepared, change, cache, last if i == len(self.blocks) else None)

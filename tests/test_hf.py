@@ -194,7 +194,7 @@ def test_writing_by_the_table_inverts_reading(family, tmp_path):
     """What transformers saved, read and written again: the same names and the same tensors."""
     save_random(family, {}, tmp_path)
     cfg, weights, _ = reading.read(tmp_path, L)
-    table = FAMILIES[Config(tmp_path).get("model_type")].table
+    table = FAMILIES[Config.of_folder(tmp_path).get("model_type")].table
     saved, written = load_file(tmp_path / "model.safetensors"), families.from_ours(table, cfg.model, weights)
     assert written.keys() == saved.keys() and all(torch.equal(written[k], saved[k]) for k in saved)
     taken = families.to_ours(table, cfg.model, {k: x.shape for k, x in weights.items()}, lambda k, shape: written[k])
@@ -206,7 +206,7 @@ def test_a_wrong_name_in_the_table_fails(family, tmp_path, monkeypatch):
     """Negative control: each entry of the table matters, to reading and to writing."""
     save_random(family, {}, tmp_path)
     cfg, weights, _ = reading.read(tmp_path, L)
-    model_type = Config(tmp_path).get("model_type")
+    model_type = Config.of_folder(tmp_path).get("model_type")
     correct = FAMILIES[model_type]
     saved = load_file(tmp_path / "model.safetensors")
     for part, module in table_entries(family):
@@ -216,7 +216,7 @@ def test_a_wrong_name_in_the_table_fails(family, tmp_path, monkeypatch):
         if not family.startswith(FOLDED):
             assert families.from_ours(table, cfg.model, weights).keys() != saved.keys(), module
         monkeypatch.setitem(FAMILIES, model_type, correct._replace(table=table))
-        with pytest.raises(UserError, match=r"its safetensors have no .*elsewhere\.weight"):
+        with pytest.raises(UserError, match=r"its weights have no .*elsewhere\.weight"):
             reading.read(tmp_path, L)
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import hf.read as reading
 from conf.errors import UserError
+from hf.checkpoint import open_folder
 from hf.config import HARMLESS
 from model.scaling import NotApplicable
 from tests.helpers import ROOT, run_eval, write_documents
@@ -43,20 +44,22 @@ def test_only_the_model_files_are_read(tmp_path):
     """model.safetensors before the index, and never an adapter or the same weights in another format."""
     save_random("llama", {}, tmp_path)
     cfg, before, _ = reading.read(tmp_path, L)
-    digest = reading.digest(tmp_path, cfg)
+    digest = open_folder(tmp_path).digest(cfg.pretrained)
     other = {name: x + 1 for name, x in load_file(tmp_path / "model.safetensors").items()}
     for name in ("adapter_model", "consolidated", "zzz", "model-00001-of-00001"):
         save_file(other, tmp_path / f"{name}.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(other, "model-00001-of-00001.safetensors")}))
     after = reading.read(tmp_path, L)[1]
-    assert all(torch.equal(before[k], after[k]) for k in before) and reading.digest(tmp_path, cfg) == digest
+    assert (
+        all(torch.equal(before[k], after[k]) for k in before) and open_folder(tmp_path).digest(cfg.pretrained) == digest
+    )
     # The index is read where there is no model.safetensors, and then only its files count
     (tmp_path / "model.safetensors").unlink()
     assert torch.equal(reading.read(tmp_path, L)[1]["tokens.weight"], before["tokens.weight"] + 1)
-    indexed = reading.digest(tmp_path, cfg)
+    indexed = open_folder(tmp_path).digest(cfg.pretrained)
     (tmp_path / "zzz.safetensors").unlink()
-    assert reading.digest(tmp_path, cfg) == indexed != digest
+    assert open_folder(tmp_path).digest(cfg.pretrained) == indexed != digest
     index.unlink()
     with pytest.raises(UserError, match=r"no model\.safetensors there.*\(adapter_model\.safetensors is not read"):
         reading.read(tmp_path, L)
