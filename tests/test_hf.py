@@ -558,7 +558,8 @@ def test_exported_tokens_equal_ours(model, here, monkeypatch):
     run_export(monkeypatch, "run=x", "out=there")
     written = transformers.AutoTokenizer.from_pretrained("there")
     texts = [t[:30_000] for _, t in corpora.held_out_texts({"kind": "sympy", "holdout": 4})]
-    odd = "aaaaaaa\taaaa  \r\n\n\n x=1234567; it's IT'S \u00e9\u0301 \u4f60\u597d \U0001f600 \u017f\x00\x7f    "
+    # e and a combining accent are two characters, which Qwen2Tokenizer would make one (NFC)
+    odd = "e\u0301 aaaaaaa\taaaa  \r\n\n\n x=1234567; it's IT'S \u00e9\u0301 \u4f60\u597d \U0001f600 \u017f\x00\x7f    "
     for text in [*texts, odd, *(odd[i:] for i in range(1, 40)), ""]:
         expected = corpus.encoding.encode_ordinary(text)
         assert written(text, add_special_tokens=False)["input_ids"] == expected
