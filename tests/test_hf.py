@@ -335,7 +335,7 @@ def damage(folder: Path, case: str) -> None:
         ),
         ("no tokenizer", r"model/tokenizer\.json: not found"),
         ("not a tokenizer", r"model/tokenizer\.json: not a tokenizer"),
-        ("missing", r"model: its safetensors have no model\.layers\.1\.mlp\.up_proj\.weight"),
+        ("missing", r"model: its weights have no model\.layers\.1\.mlp\.up_proj\.weight"),
         ("extra", r"model\.layers\.0\.self_attn\.sinks has no place in this model"),
         ("quantised", r"model\.norm\.weight is torch\.int8: quantised weights are not supported"),
         (

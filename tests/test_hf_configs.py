@@ -211,7 +211,7 @@ def test_notes_of_training_tools_are_named_and_ignored(tmp_path, capsys):
         ("gptj", {"rotary_dim": None}, 96, r"rotary_dim=None: must be a whole number"),
         ("phi3", {"partial_rotary_factor": 0.4}, 96, r"partial_rotary_factor=0\.4: rotates 3 of 8 dimensions"),
         ("llama", {"num_key_value_heads": 3}, 96, r"num_key_value_heads=3: must be a divisor of the 4 attention heads"),
-        ("llama", {"num_hidden_layers": 10**6}, 96, r"its safetensors have 21 tensors for 1000000 layers"),
+        ("llama", {"num_hidden_layers": 10**6}, 96, r"has 21 tensors for 1000000 layers"),
     ],
     ids=str,
 )  # fmt: skip

