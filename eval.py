@@ -24,6 +24,7 @@ from measure.curves import Curve, Row, align, controls, read_curve, select
 from measure.evaluation import NONE, WINDOW, Evaluation, Method, requested_method
 from measure.statistics import gain
 from model import spectrum
+from model.scaling import warning
 from open_run import open_run
 
 
@@ -83,7 +84,7 @@ def evaluate(cfg: EvalConfig) -> None:
 def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:
     """Print the run, the spectrum of its encoding, and the scored tokens, with a note if there are few documents."""
     print(run.describe())
-    warnings = [spectrum.warning(knobs, run.context) for knobs in requested.scalings]
+    warnings = [warning(knobs, run.context) for knobs in requested.scalings]
     for line in filter(None, [spectrum.card(run.context), *warnings]):
         print(line)
     task, documents = evaluation.task, len(evaluation.task.names)

@@ -34,7 +34,7 @@ from engine.throughput import Throughput
 from engine.tracking import tracker
 from engine.validation import Validation, describe_validation
 from model import gpt, spectrum
-from model.scaling import ContextChange
+from model.scaling import ContextChange, warning
 
 COMPILE_AT = 10  # the first steps run uncompiled, so that a mistake shows before the half minute of compilation
 
@@ -208,9 +208,8 @@ def training_batches(
         return [(piece, None) for piece in pieces]
     from data.training_positions import sample
 
-    assert cfg.longest is not None  # train_config sets it
-    positions = sample(cfg.positions, step, seed=cfg.seed, rows=rows, ctx=cfg.ctx, longest=cfg.longest)  # [rows, ctx]
-    return list(zip(pieces, positions[local].to(device).chunk(count), strict=True))
+    positions = sample(cfg.positions, step, seed=cfg.seed, rows=rows, ctx=cfg.ctx, longest=cfg.longest or cfg.ctx)
+    return list(zip(pieces, positions[local].to(device).chunk(count), strict=True))  # [rows, ctx] each
 
 
 def optimizer_step(
@@ -258,7 +257,7 @@ def print_start(cfg: TrainConfig, folder: Path, model: gpt.GPT, device: torch.de
         f"on {device.type}{processes}{resumed}"
     )
     context = gpt.trained_context(cfg, model.pos)
-    for line in filter(None, [spectrum.card(context), spectrum.warning(cfg.scaling, context)]):
+    for line in filter(None, [spectrum.card(context), warning(cfg.scaling, context)]):
         print(line)
 
 

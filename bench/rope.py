@@ -42,7 +42,8 @@ def cpu() -> None:
     """The default training step: tables from integer phases in every step, against float32 cosines computed once."""
     from bench.step import our_step
     from conf.compose import train_settings
-    from model.pos.rope import KernelInputs, Rope, Tables
+    from model.pos.rope import Rope, Tables
+    from model.pos.rope_kernel import KernelInputs
     from model.scaling import ContextChange
 
     train_step = our_step(train_settings("pos=rope"), compiled=False)

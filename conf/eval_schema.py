@@ -32,7 +32,6 @@ class EvalConfig(TrainedRunConfig):
     data: dict[str, Any] = field(default_factory=dict)
     documents: Annotated[int, at_least(1)] = MISSING
     fresh: bool = False
-    compile: bool = False
     project: str = "ropewalk"
 
     @property

@@ -9,7 +9,7 @@ import functools
 import re
 import typing
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any
 
 from hydra.core.config_store import ConfigStore
@@ -222,21 +222,6 @@ def name_list(value: Any, setting: str, group: str) -> list[str]:
 def from_dict(plain: dict) -> TrainConfig:
     """A TrainConfig from the dictionary in a checkpoint or a config.json. UserError if it is something else."""
     return to_object(OmegaConf.create(plain), TrainConfig)
-
-
-def differences(new: TrainConfig, old: TrainConfig) -> list[str]:
-    """`KEY=NEW (the run has OLD)` for every setting that differs, except those in RUN_CONTROL."""
-    a, b = flatten(asdict(new)), flatten(asdict(old))
-    keys = [k for k in {**a, **b} if k not in RUN_CONTROL and a.get(k, "nothing") != b.get(k, "nothing")]
-    return [f"{k}={a.get(k, 'nothing')} (the run has {b.get(k, 'nothing')})" for k in keys]
-
-
-def flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
-    """{"model": {"width": 8}} -> {"model.width": 8}"""
-    flat = {}
-    for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 schema_of = functools.cache(OmegaConf.structured)  # of a dataclass; merging copies it

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from conf.errors import UserError, file_errors
-from conf.schema import TrainConfig, differences
+from conf.schema import TrainConfig
 from engine import checkpoint, distributed
 
 
@@ -26,7 +26,11 @@ def saved_state(cfg: TrainConfig, folder: Path, device: torch.device) -> dict[st
 
             state = shards.newest(folder)
     distributed.ranks().assert_same(f"the step that {folder} was saved at", state and state["step"])
-    if state and (different := differences(cfg, state["cfg"])):
+    if not state:
+        return None
+    from conf.differences import differences
+
+    if different := differences(cfg, state["cfg"]):
         raise UserError(f"{folder} has other settings: {', '.join(different)}: choose name=NEW or fresh=true")
     return state
 

@@ -4,12 +4,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from measure.curves import Curve, Row
 from measure.statistics import bootstrap
 from measure.tasks import Task
 
 NO_LENGTH = 0  # the effective context of a method that is below the threshold at the shortest length
+
+
+def losses_and_hits(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each target, nats, and 1 where it has the largest logit, else 0: float32 [B, S, 2].
+
+    logits: [B, S, V]. targets: int64 [B, S].
+    """
+    nats = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    return torch.stack((nats, (logits.argmax(-1) == targets).float()), dim=-1)
 
 
 def print_curves(task: Task, *curves: Curve) -> None:

@@ -126,12 +126,7 @@ def read_curve(path: Path) -> Curve:
 
 
 def _row(values: dict[str, Any]) -> Row:
-    """A row from its JSON object. In files of earlier versions the task's label is called `protocol`."""
-    if "protocol" in values:
-        values["task"] = values.pop("protocol")
-        values.pop("score", None)
-        values.setdefault("extended_ctx", values["train_ctx"])
-    values.setdefault("texts", values["targets"])
+    """A row from its JSON object. TypeError or KeyError if it is something else."""
     row = Row(**values)
     if wrong := [k for k, hint in typing.get_type_hints(Row).items() if not has_type(getattr(row, k), hint)]:
         raise TypeError(f"wrong types of {wrong}")

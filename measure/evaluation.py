@@ -83,12 +83,7 @@ class Evaluation:
         self.texts = identity.hexdigest()[:12]
         self.targets = {n: self._key(identity.copy(), n) for n in self.lengths}
         self.dtype_name = "bfloat16" if devices.uses_bfloat16(device, cfg.dtype) else "float32"
-        self.n_parameters = sum(p.numel() for p in run.model.parameters())
         self.stop, self.bar = StopSignal(), progress_bar(0, hidden=True)
-        if cfg.compile:
-            from engine.compile_evaluation import compile_blocks
-
-            compile_blocks(run.model)
 
     # ---- what identifies the targets and a curve ----
 
@@ -133,11 +128,10 @@ class Evaluation:
 
         work: all methods and lengths that will be measured. more_flops: of other measurements.
         """
-        flops = more_flops
-        for method, n in work:
-            change = self.change(method, n)
-            for piece in self.task.pieces(n) if method == NONE or not self.changes_nothing(change, n) else []:
-                flops += self.flops(piece.tokens.shape, piece.targets.shape[1], change)
+        changes = [(method, self.change(method, n), n) for method, n in work]
+        computed = [(c, n) for method, c, n in changes if method == NONE or not self.changes_nothing(c, n)]
+        pieces = [(piece, c) for c, n in computed for piece in self.task.pieces(n)]
+        flops = more_flops + sum(self.flops(p.tokens.shape, p.targets.shape[1], c) for p, c in pieces)
         no_deadlock = distributed.ranks().exit_if_a_rank_dies
         self.bar = progress_bar(flops, hidden=not flops, unit="FLOP")
         with closing(self.bar), StopSignal() as self.stop, no_deadlock(self.stop), torch.inference_mode():
@@ -151,7 +145,7 @@ class Evaluation:
         m = self.run.cfg.model
         n = change.reach(shape[1], scored, m.n_layers)
         # A third of those of training; the mask is causal, so a token attends to half of the context
-        return shape[0] * n * flops_per_token(self.n_parameters, m, min(n, change.window or n) // 2) / 3
+        return shape[0] * n * flops_per_token(12 * m.n_layers * m.width**2, m, min(n, change.window or n) // 2) / 3
 
     # ---- losses ----
 
@@ -163,9 +157,9 @@ class Evaluation:
         tokens, targets = tokens.to(self.device), targets.to(self.device)
         with devices.autocast(self.device, self.dtype):
             if self.task.accuracy:
-                logits = self.run.model.last_logits(tokens, targets.shape[1], change).float()  # [B, S, V]
-                nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-                result = torch.stack((nats.view_as(targets), (logits.argmax(-1) == targets).float()), dim=-1)
+                from measure.accuracy import losses_and_hits
+
+                result = losses_and_hits(self.run.model.last_logits(tokens, targets.shape[1], change), targets)
             else:
                 result = self.run.model.losses(tokens, targets, change=change)
         # The bar counts the work of all ranks; the others do about as much as this one

@@ -19,7 +19,6 @@ from measure.statistics import gain
 OKABE_ITO = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#8C564B"]
 CONTROL = "#333333"
 CONTROL_DASHES = (0, (2, 1.5))
-DASHES = ["-", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)), (0, (5, 1, 1, 1, 1, 1))]
 PERPLEXITY_TICKS = (1, 2, 3, 5, 7, 10, 15, 20, 25, 30, 40, 50, 70, 100, 200, 500, 1e3, 2e3, 5e3, 1e4)
 
 
@@ -110,15 +109,13 @@ def curve_style(curve: Curve, curves: Sequence[Curve]) -> tuple[str, Any, str]:
     """(colour, dashes, text) of a curve. If there are several runs, each run has a colour, otherwise each label."""
     runs = sorted({c.run for c in curves})
     labels = list(dict.fromkeys(c.label for c in curves if c.label != "window"))
-    is_window, several_labels = curve.label == "window", len({c.label for c in curves}) > 1
-    text = "window control" if is_window else curve.label
     if len(runs) > 1:
-        dashes = CONTROL_DASHES if is_window else DASHES[labels.index(curve.label) % len(DASHES)]
-        text = f"{curve.run}, {text}" if several_labels else curve.run
-        return OKABE_ITO[runs.index(curve.run) % len(OKABE_ITO)], dashes, text
-    if is_window:
-        return CONTROL, CONTROL_DASHES, text
-    text = "no scaling" if text == "none" else text
+        from measure.plots_of_runs import style
+
+        return style(curve, curves, runs, labels)
+    if curve.label == "window":
+        return CONTROL, CONTROL_DASHES, "window control"
+    text = "no scaling" if curve.label == "none" else curve.label
     return OKABE_ITO[labels.index(curve.label) % len(OKABE_ITO)], "-", text
 
 

@@ -51,24 +51,18 @@ class Attention(nn.Module):
             from model.linear_attention import linear_attention
 
             self.linear_attention = linear_attention
-        self.norm_all_heads = cfg.qk_norm_all_heads
-        widths = (self.H * self.D, self.G * self.D) if self.norm_all_heads else (self.D, self.D)
-        self.qk_norms = nn.ModuleList(
-            nn.RMSNorm(D, cfg.norm_eps, elementwise_affine=cfg.qk_norm_weight) for D in widths[: 2 * cfg.qk_norm]
-        )
+        self.qk_norms = None
+        if cfg.qk_norm:
+            from model.qk_norm import QKNorms
+
+            self.qk_norms = QKNorms(cfg)
         self.qkv = nn.Linear(cfg.width, (self.H + 2 * self.G) * self.D, bias=cfg.qkv_bias)
         self.out = nn.Linear(self.H * self.D, cfg.width, bias=cfg.out_bias)
 
     def forward(
-        self,
-        x: Tensor,
-        pos: Encoding,
-        positions: Tensor,
-        prepared: Any,
-        change: ContextChange,
-        cache: "Cache | None" = None,
-        last: int | None = None,
-    ) -> Tensor:
+        self, x: Tensor, pos: Encoding, positions: Tensor, prepared: Any, change: ContextChange,
+        cache: "Cache | None" = None, last: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """x [B, S, C] -> [B, S, C], or only the output of the last `last` tokens.
 
         positions: int64 [T] or [B, T], of all tokens including those in the cache. prepared: the result of pos.prepare.
@@ -79,7 +73,7 @@ class Attention(nn.Module):
         if cache is not None:
             qkv = cache.extend(self, qkv)  # [B, T, H + 2 G, D]
         if self.qk_norms:
-            qkv = self.normalise_qk(qkv)
+            qkv = self.qk_norms(*self.split(qkv))
         if self.linear_attention:
             y = self.linear_attention(*self.split(qkv), lambda q, k: pos.rotate(q, k, prepared), change.window)
             return self.out(y[:, -S:].flatten(2))
@@ -90,20 +84,6 @@ class Attention(nn.Module):
     def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """[B, T, H + 2 G, D] -> q [B, T, H, D], k and v [B, T, G, D]"""
         return qkv.split((self.H, self.G, self.G), dim=2)
-
-    def normalise_qk(self, qkv: Tensor) -> Tensor:
-        """QK-norm: divide each head of q and k by its root mean square. [B, T, H + 2 G, D] -> the same shape and dtype.
-
-        With qk_norm_all_heads the mean is over all heads of q, or of k. Computed in float32, or in float64 for float64
-        inputs: squares in bfloat16 would lose too many bits.
-        """
-        q, k, v = self.split(qkv)
-        wide = torch.promote_types(v.dtype, torch.float32)
-        q, k = (
-            norm((x.flatten(2) if self.norm_all_heads else x).to(wide)).view(x.shape).to(v.dtype)
-            for norm, x in zip(self.qk_norms, (q, k), strict=True)
-        )
-        return torch.cat((q, k, v), dim=2)
 
     def rotated_heads(
         self, qkv: Tensor, S: int, pos: Encoding, positions: Tensor, prepared: Any, change: ContextChange

@@ -68,14 +68,11 @@ def make_norm(cfg: ModelConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    """A transformer block: attention and MLP in series or in parallel, with norms before or after them."""
+    """A transformer block with norms before attention and MLP. Other arrangements are in model/other_blocks.py."""
 
     def __init__(self, cfg: ModelConfig, linear: bool):
         super().__init__()
-        self.residual = cfg.residual
-        self.norm1 = make_norm(cfg)
-        if cfg.residual != "parallel_shared":
-            self.norm2 = make_norm(cfg)
+        self.norm1, self.norm2 = make_norm(cfg), make_norm(cfg)
         self.attention, self.mlp = Attention(cfg, linear), MLP(cfg)
 
     def forward(self, x: Tensor, *where: Any) -> Tensor:
@@ -83,17 +80,17 @@ class Block(nn.Module):
 
         *where: (pos, positions, prepared, change, cache, last), passed to Attention.forward.
         """
-        if self.residual == "serial_post":
-            attended = self.norm1(self.attention(x, *where))
-            x = x[:, -attended.shape[1] :] + attended
-            return x + self.norm2(self.mlp(x))
-        normed1 = self.norm1(x)
-        attended = self.attention(normed1, *where)
-        x, normed1 = x[:, -attended.shape[1] :], normed1[:, -attended.shape[1] :]
-        if self.residual != "serial":
-            return x + attended + self.mlp(normed1 if self.residual == "parallel_shared" else self.norm2(x))
-        x = x + attended
+        attended = self.attention(self.norm1(x), *where)
+        x = x[:, -attended.shape[1] :] + attended
         return x + self.mlp(self.norm2(x))
+
+
+def make_block(cfg: ModelConfig, linear: bool) -> nn.Module:
+    if cfg.residual == "serial":
+        return Block(cfg, linear)
+    from model import other_blocks
+
+    return other_blocks.build(cfg, linear)
 
 
 class GPT(nn.Module):
@@ -107,7 +104,7 @@ class GPT(nn.Module):
         super().__init__()
         self.pos, self.linear = pos, linear
         self.tokens = nn.Embedding(vocab_size, cfg.width)
-        self.blocks = nn.ModuleList(Block(cfg, linear) for _ in range(cfg.n_layers))
+        self.blocks = nn.ModuleList(make_block(cfg, linear) for _ in range(cfg.n_layers))
         self.norm = make_norm(cfg)
         self.head = nn.Linear(cfg.width, vocab_size, bias=cfg.head_bias)
         if cfg.tied_head:
@@ -127,13 +124,9 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
 
     def hidden(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        change: ContextChange = NO_CHANGE,
-        cache: "Cache | None" = None,
-        last: int | None = None,
-    ) -> Tensor:
+        self, tokens: Tensor, positions: Tensor | None = None, change: ContextChange = NO_CHANGE,
+        cache: "Cache | None" = None, last: int | None = None,
+    ) -> Tensor:  # fmt: skip
         """The output of the last block, [B, T, C], for tokens int64 [B, T] at integer positions [T] or [B, T].
 
         positions None: 0 .. T - 1. With a cache, `tokens` continue the cached ones, positions start at the first cached

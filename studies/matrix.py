@@ -44,7 +44,7 @@ def run_job(job: Job, size: Size, runs: str, deadline: float) -> Rows:
     run = Run.open(job.name, runs=runs, cache=CACHE)
 
     methods = applicable_scalings(run, max(job.lengths)) if job.scalings != "controls" else []
-    evaluate = ["eval.py", "-m", f"run={job.name}", f"runs={runs}", f"compile={size.compile}", *target_settings(size)]
+    evaluate = ["eval.py", "-m", f"run={job.name}", f"runs={runs}", *target_settings(size)]
     # Lengths between L and 2 L are for the main methods only
     doubling = [n for n in job.lengths if n <= NEAR and (n % size.L == 0 or n < size.L)]
     near, every = (f"ctx=[{','.join(map(str, lengths))}]" for lengths in (doubling, job.lengths))

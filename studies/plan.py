@@ -28,7 +28,6 @@ class Size:
     far_windows: int = 2  # of each document at lengths past NEAR
     seeds: tuple[int, ...] = (0,)
     finetune: tuple[int, ...] = FINETUNE_STEPS
-    compile: bool = False  # in evaluation
     # For the forecast of the duration:
     train_rate: float = 20_000  # tokens/s
     eval_rate: float = 30_000  # tokens/s
@@ -42,7 +41,6 @@ SIZES = {
         batch_tokens=2048,
         lengths=(128, 256, 288, 320, 384, 448, 512, 1024, 2048, 4096, 8192),
         seeds=(0, 1, 2),
-        compile=True,
     ),
     "quick": Size(
         L=64,

@@ -19,7 +19,8 @@ from conf.errors import UserError, user_errors_in_one_line
 from conf.registry import yaml_values
 from engine.checkpoint import write_atomically
 from model.scaling import TrainedContext, resolve
-from model.spectrum import card, frequencies, rotations, warning
+from model.spectrum import card, frequencies, rotations
+from model.thresholds import warning
 
 LLAMA2_SLOWEST = 0.075  # rotations of Llama 2's slowest pair within its 4096 tokens (head_dim 128, base 10000)
 METHOD_COLORS = {

@@ -37,13 +37,14 @@ ROOMS = {*ALLOWED, "tests"}
 
 # Heavy packages: who may import them when the module is loaded, and not only inside a function
 AT_LOAD = {
-    "matplotlib": {"measure/plots.py", "studies/figures.py"},  # which are themselves loaded inside functions: DRAWING
+    # These are themselves loaded inside functions: DRAWING
+    "matplotlib": {"measure/plots.py", "measure/plots_of_runs.py", "studies/figures.py"},
     "wandb": set(),
     "transformers": set(),
     "triton": {"kernels/rope_triton.py", "bench/"},
     "torch.distributed": {"engine/ddp_fsdp.py", "engine/shards.py"},
 }
-DRAWING = {"measure.plots", "studies.figures"}
+DRAWING = {"measure.plots", "measure.plots_of_runs", "studies.figures"}
 
 
 @dataclass(frozen=True)

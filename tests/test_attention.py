@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.compile_evaluation import compile_blocks
 from model import attention, gpt
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
 from tests.helpers import UNLIMITED, choices, encoding_of, model_of, more_positions, random_tokens
@@ -213,25 +212,3 @@ def test_logn_multiplies_queries_past_L():
 
 
 # ---- compiled for evaluation ----
-
-
-@pytest.mark.slow
-def test_blocks_compiled_for_evaluation_give_the_same_losses(monkeypatch):
-    """As traced by dynamo, without a C++ compiler. Attention itself is called as it is, whatever the method."""
-    plain, calls = attention.attend, []
-    monkeypatch.setattr(attention, "attend", lambda *a: calls.append(torch.compiler.is_compiling()) or plain(*a))
-    model = model_of("rope", "model.n_layers=1")
-    changes = [NO_CHANGE, ContextChange(window=5), ContextChange(logn=8), ContextChange(clip=6, leak=2.0)]
-    inputs = [(random_tokens(batch, time), change) for batch, time in ((2, 24), (1, 33)) for change in changes]
-
-    def losses() -> list[torch.Tensor]:
-        with torch.inference_mode():
-            return [model.losses(x[:, :-1], x[:, -4:], change=change) for x, change in inputs]
-
-    want = losses()
-    calls.clear()
-    with torch._dynamo.config.patch(recompile_limit=8):  # restores what compile_blocks sets
-        compile_blocks(model, backend="eager")
-        torch._dynamo.config.suppress_errors = False
-        assert all(torch.equal(a, b) for a, b in zip(losses(), want, strict=True))
-    assert len(calls) == len(inputs) and not any(calls)

@@ -9,7 +9,7 @@ from conf.errors import UserError
 from engine import resume
 from engine.checkpoint import load
 from engine.optimizer import make_optimizer
-from model import attention, gpt, spectrum
+from model import attention, gpt, spectrum, thresholds
 from model.pos import Encoding
 from model.pos.alibi import slopes
 from model.scaling import ContextChange, TrainedContext, resolve
@@ -159,25 +159,25 @@ def rope(L: int = 256, D: int = 64, base: float = 10000.0) -> TrainedContext:
     ],
 )  # fmt: skip
 def test_a_threshold_with_nearly_all_pairs_on_one_side_is_a_warning(knobs, trained, right):
-    line = spectrum.warning(knobs, trained)
+    line = thresholds.warning(knobs, trained)
     assert line.startswith("warning: scaling.") and right in line and "\n" not in line
     key, value = line.rsplit("scaling.", 1)[1].split("=")
     if len(trained.inv_freq) > 1:
-        assert spectrum.warning({key: float(value)}, trained) == ""  # what it recommends
+        assert thresholds.warning({key: float(value)}, trained) == ""  # what it recommends
 
 
 def test_thresholds_in_their_own_models_are_no_warning():
-    assert spectrum.warning({"beta_fast": 32.0}, rope(4096, 128)) == ""
-    assert spectrum.warning({"high_freq_factor": 4.0}, rope(8192, 128, 500_000.0)) == ""
-    assert spectrum.warning({"factor": 2.0}, rope()) == ""
-    assert spectrum.warning({"beta": 32.0}, TrainedContext("alibi", 128, None)) == ""
+    assert thresholds.warning({"beta_fast": 32.0}, rope(4096, 128)) == ""
+    assert thresholds.warning({"high_freq_factor": 4.0}, rope(8192, 128, 500_000.0)) == ""
+    assert thresholds.warning({"factor": 2.0}, rope()) == ""
+    assert thresholds.warning({"beta": 32.0}, TrainedContext("alibi", 128, None)) == ""
 
 
 def test_the_published_counts_are_those_of_the_models():
     for key, L, base in (("beta_fast", 4096, 1e4), ("beta", 4096, 1e4), ("high_freq_factor", 8192, 5e5)):
         default = {"beta_fast": 32, "beta": 32, "high_freq_factor": 4}[key]
         r = spectrum.rotations(spectrum.frequencies(128, base), L)
-        assert int((r > default).sum()) == spectrum.PUBLISHED[key][1]
+        assert int((r > default).sum()) == thresholds.PUBLISHED[key][1]
 
 
 @pytest.mark.parametrize("L", [64, 256, 4096])
@@ -191,7 +191,7 @@ def test_yarn_scaled_divides_the_pairs_at_any_context_as_yarn_does_in_llama_2(L)
     assert (
         kept_and_interpolated("yarn_scaled", rope(L, 128)) == (21, 18) == kept_and_interpolated("yarn", rope(4096, 128))
     )
-    assert spectrum.warning(scaling_knobs("yarn_scaled", 64), rope(L, 128)) == ""
+    assert thresholds.warning(scaling_knobs("yarn_scaled", 64), rope(L, 128)) == ""
     if L < 4096:
         assert kept_and_interpolated("yarn", rope(L, 128))[0] < 6
 

@@ -25,7 +25,7 @@ from data.near_copies import find_copies
 from engine import checkpoint
 from engine.run import Run
 from measure import curves, evaluation, tasks
-from measure.curves import Curve, Row, better_control, controls, read_curve, select
+from measure.curves import Curve, Row, better_control, controls, losses_file, read_curve, select
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
 from measure.losses import verdict
 from measure.positions import position_rows
@@ -34,7 +34,7 @@ from measure.tasks import Piece, Task
 from measure.tasks.matched import NEAR, Matched
 from measure.tasks.prefix import Prefix
 from measure.tasks.sliding import Sliding
-from model import gpt
+from model import gpt, spectrum
 from model.scaling import NO_CHANGE, ContextChange, override, resolve
 from tests.helpers import (
     ROOT,
@@ -43,6 +43,8 @@ from tests.helpers import (
     error_of,
     eval_settings,
     held_out,
+    model_of,
+    random_tokens,
     run_eval,
     stub_evaluation,
     train_smoke_runs,
@@ -456,6 +458,54 @@ def test_longer_evaluations_measure_only_the_new_lengths(tmp_path):
     assert read_curve(other.curve_file(NONE)).rows == sorted([*second.rows, *third.rows], key=lambda r: r.n)
     assert longer.missing_lengths(NONE) == other.missing_lengths(NONE) == []
     assert [c.rows for c in select([read_curve(other.curve_file(NONE))], longer.texts)] == [second.rows]
+
+
+def test_methods_that_change_nothing_at_a_length_are_not_measured_there(tmp_path):
+    """PI has factor 1 up to L, and the window hides nothing there: their losses are those without scaling."""
+    pi = Method("pi", [{**yaml_values("scaling", "pi")}])
+    model = StubModel()
+    found = stub_evaluation(model, CORPUS, tmp_path, "ctx=256", *SMALL)
+    measured(found, NONE)
+    assert model.seen == [64, 128, 256]
+    for method in (pi, WINDOW):
+        model.seen.clear()
+        (curve,) = measured(found, method)
+        assert model.seen == [128, 256]  # L is 64
+        none = found.measured_rows(NONE)[64][0]
+        assert curve.rows[0].nll == none.nll and curve.rows[0].label == method.label
+        assert np.load(losses_file(found.curve_file(method), curve.rows[0])).shape == (6, 64)
+    # The bar expects only what will be computed
+    works = {method.label: [(method, n) for n in (64, 128, 256)] for method in (NONE, WINDOW)}
+    totals = {}
+    for label, work in works.items():
+        with found.running(work):
+            totals[label] = found.bar.total
+    assert 0 < totals["window"] < totals["none"]
+    # Without their losses on disk they are measured
+    losses_file(found.curve_file(NONE), none).unlink()
+    model.seen.clear()
+    found.curve_file(pi).unlink()
+    measured(found, pi)
+    assert model.seen == [64, 128, 256]
+
+
+@pytest.mark.parametrize("a, b, n, equal", [
+    ({}, {"window": 64}, 64, True), ({}, {"window": 64}, 65, False), ({}, {"window": 64, "sinks": 4}, 64, True),
+    ({}, {"clip": 64, "leak": 2.0}, 64, True), ({}, {"clip": 64}, 65, False), ({}, {"logn": 64}, 64, True),
+    ({}, {"logn": 64}, 65, False), ({}, {"attention_factor": 1.1}, 8, False), ({}, {"factor": 2.0}, 8, True),
+    ({"window": 9}, {"window": 9, "sinks": 1}, 16, False), ({"clip": 9}, {"clip": 9, "leak": 3.0}, 16, False),
+])  # fmt: skip
+def test_two_changes_have_the_same_effect_where_the_logits_are_equal(a, b, n, equal):
+    """The rule against the model itself."""
+    own, changes = spectrum.frequencies(8, 10000.0), [ContextChange(**a), ContextChange(**b)]
+    first, second = (change.effect(n, own) for change in changes)
+    assert (first == second) == equal
+    assert ContextChange(inv_freq=own).effect(n, own) == ContextChange().effect(n, own)
+    assert ContextChange(inv_freq=own / 2).effect(n, own) != ContextChange().effect(n, own)
+    model, tokens = model_of("rope"), random_tokens(1, n)
+    with torch.no_grad():
+        same = torch.equal(*(model(tokens, change=change) for change in changes))
+    assert same == equal
 
 
 def test_the_factor_fixed_to_ctx_has_a_file_for_each_ctx(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from model import spectrum
+from model import spectrum, thresholds
 from model.scaling import TrainedContext
 from studies import decay, spectrum as spectrum_study
 from tests.helpers import run_train
@@ -55,11 +55,11 @@ def test_card_and_warning():
     assert "32 pairs rotate 40.7 .. 0.0054 times within 256 tokens; 19 never complete a rotation" in card
     assert spectrum.card(TrainedContext("alibi", 256, None)) == ""
     llama = rope(L=4096, D=128)
-    assert spectrum.warning({"beta_fast": 32.0}, llama) == spectrum.warning({"beta": 32.0}, llama) == ""
-    short = spectrum.warning({"beta_fast": 32.0}, rope(L=128))
+    assert thresholds.warning({"beta_fast": 32.0}, llama) == thresholds.warning({"beta": 32.0}, llama) == ""
+    short = thresholds.warning({"beta_fast": 32.0}, rope(L=128))
     assert "scaling.beta_fast=32: 0 of 32 pairs rotate more often than that within 128 tokens" in short
-    assert "beta=32" in spectrum.warning({"beta": 32.0}, rope(L=128))
-    assert spectrum.warning({"beta": 32.0}, TrainedContext("alibi", 128, None)) == ""
+    assert "beta=32" in thresholds.warning({"beta": 32.0}, rope(L=128))
+    assert thresholds.warning({"beta": 32.0}, TrainedContext("alibi", 128, None)) == ""
 
 
 def test_train_prints_the_card_for_rope_and_not_for_alibi(here, capsys):

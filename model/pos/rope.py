@@ -6,6 +6,7 @@ head, and only its fastest pairs are rotated.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,15 +27,8 @@ class Tables:
     k: Table
     far: "Tables | None" = None  # for pairs at a distance of ContextChange.clip or more
 
-
-@dataclass
-class KernelInputs:
-    """The same angles for the kernel, which computes cosines and sines itself."""
-
-    phase: Tensor  # int64 [P]
-    positions: Tensor  # int64 [T] or [B, T]
-    scale: float
-    far: Tables | None = None
+    def rotate(self, q: Tensor, k: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+        return rotate(q, *self.q, interleaved), rotate(k, *self.k, interleaved)
 
 
 class Rope(Encoding):
@@ -65,10 +59,10 @@ class Rope(Encoding):
         """Frequencies, float64 [pairs] -> rotations per position times 2^64, int64 [P] with P = pairs + still."""
         return phase(torch.cat((inv_freq, inv_freq.new_zeros(self.still)))).to(device)
 
-    def prepare(self, positions: Tensor, change: ContextChange) -> Tables | KernelInputs:
+    def prepare(self, positions: Tensor, change: ContextChange) -> Any:
         """The angles of positions int64 [T] or [B, T], with the frequencies of `change` or else the trained ones.
 
-        Tables of cosines and sines for plain torch, or the phases and positions for the Triton kernel.
+        Tables of cosines and sines for plain torch, or the KernelInputs of model/pos/rope_kernel.py.
         """
         inv_freq = self.inv_freq if change.inv_freq is None else change.inv_freq
         assert inv_freq is not None  # __init__ sets it
@@ -81,6 +75,8 @@ class Rope(Encoding):
 
         # The kernel would bypass what a subclass overrides
         if uses_triton(device) and type(self).prepare is Rope.prepare and type(self).rotate is Rope.rotate:
+            from model.pos.rope_kernel import KernelInputs
+
             near = KernelInputs(self.phase(inv_freq, device), positions, change.attention_factor)
         else:
             one = table(inv_freq)
@@ -93,25 +89,15 @@ class Rope(Encoding):
             near.far = Tables(table(slow, start), table(slow))
         return near
 
-    def rotate(self, q: Tensor, k: Tensor, prepared: Tables | KernelInputs) -> tuple[Tensor, Tensor]:
-        if isinstance(prepared, KernelInputs):
-            from kernels.rope import rope
+    def rotate(self, q: Tensor, k: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
+        return prepared.rotate(q, k, self.interleaved)
 
-            return rope(q, k, prepared.phase, prepared.positions, interleaved=self.interleaved, scale=prepared.scale)
-        return rotate(q, *prepared.q, self.interleaved), rotate(k, *prepared.k, self.interleaved)
-
-    def rotate_qkv(
-        self, qkv: Tensor, heads: tuple[int, int, int], prepared: Tables | KernelInputs
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if not isinstance(prepared, KernelInputs):
+    def rotate_qkv(self, qkv: Tensor, heads: tuple[int, int, int], prepared: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if isinstance(prepared, Tables):
             return super().rotate_qkv(qkv, heads, prepared)
-        from kernels.rope import rope_packed
+        return prepared.rotate_qkv(qkv, heads, self.interleaved)
 
-        return rope_packed(
-            qkv, *heads[:2], prepared.phase, prepared.positions, interleaved=self.interleaved, scale=prepared.scale
-        )
-
-    def rotate_far(self, q: Tensor, k: Tensor, prepared: Tables | KernelInputs) -> tuple[Tensor, Tensor] | None:
+    def rotate_far(self, q: Tensor, k: Tensor, prepared: Any) -> tuple[Tensor, Tensor] | None:
         return None if prepared.far is None else self.rotate(q, k, prepared.far)
 
 

@@ -7,9 +7,11 @@ A new method is one .py here and one .yaml; nothing else changes:
 It returns the change of the model when a run that was trained at L tokens processes n tokens. It is a pure function and
 has no access to the model, the device or a cache, so the order in which lengths are evaluated does not matter. If the
 logits of earlier positions depend on the length of the input (dynamic NTK), the module sets PREFIX_CONSISTENT = False.
+A module may also have a function `warning(knobs, trained) -> str`, for knobs that are unusual for a run.
 """
 
 import functools
+import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -124,6 +126,12 @@ def resolve(knobs: dict, trained: TrainedContext, n: int, ctx: int, plus: Sequen
         return change
     except NotApplicable as e:
         raise NotApplicable(f"scaling={yaml_name('scaling', knobs)} is not applicable: {e}") from None
+
+
+def warning(knobs: dict, trained: TrainedContext) -> str:
+    """One line about knobs that do not suit the run, if the method's module has a function `warning`; else empty."""
+    find = getattr(importlib.import_module(f"model.scaling.{knobs['kind']}"), "warning", None)
+    return find(knobs, trained) if find else ""
 
 
 def _resolve_factor(factor: object, trained: TrainedContext, n: int, ctx: int) -> float:

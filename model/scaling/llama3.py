@@ -6,6 +6,7 @@ between them a ramp over L / wavelength. That ratio is the number of rotations: 
 
 from conf.errors import UserError
 from model.scaling import ContextChange, TrainedContext, ntk_by_parts
+from model.thresholds import warning  # noqa: F401 (called by model/scaling/__init__.py)
 
 
 def scale(

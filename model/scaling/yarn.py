@@ -12,6 +12,7 @@ import torch
 
 from conf.errors import UserError
 from model.scaling import ContextChange, NotApplicable, TrainedContext
+from model.thresholds import warning  # noqa: F401 (called by model/scaling/__init__.py)
 
 
 def scale(
