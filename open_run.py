@@ -16,7 +16,7 @@ def open_run(cfg: EvalConfig, device: torch.device) -> Run:
     there is no such run, or if its encoding or the requested scaling cannot be used at the longest length.
     """
     common: dict[str, Any] = {"ctx": cfg.longest_ctx, "scalings": cfg.scalings, "runs": cfg.runs, "device": device}
-    if cfg.is_foreign:
+    if ":" in (cfg.run or ""):
         from hf.open import open_foreign
 
         run = open_foreign(cfg, **common)

@@ -59,7 +59,12 @@ def train(cfg: TrainConfig) -> None:
     if cfg.init:
         from engine import finetune
 
-        parent = finetune.inherit(cfg)
+        if ":" in cfg.init:
+            from hf.finetune import inherit
+        else:
+            inherit = finetune.inherit
+        parent = inherit(cfg)
+    tokenizer = parent.get("tokenizer") if parent else None  # None: that of the corpus
     local = distributed.local_rows(cfg.batch_tokens, cfg.ctx)
     check_settings(cfg)
     device = devices.start(cfg.device, cfg.kernel)
@@ -73,8 +78,8 @@ def train(cfg: TrainConfig) -> None:
 
     # ---- corpus, model and optimizer ----
     with ranks.rank0_first():
-        corpus = corpora.prepare(cfg.data, cfg.cache)
-    if any(s["corpus"] != corpus.key for s in (state, parent) if s):
+        corpus = corpora.prepare(cfg.data, cfg.cache, tokenizer)
+    if any(s["corpus"] not in (None, corpus.key) for s in (state, parent) if s):
         raise UserError(f"{folder}: the corpus has changed since this run began: choose name=NEW or fresh=true")
     model = gpt.build(cfg, corpus.vocab_size)
     if parent:
@@ -147,7 +152,7 @@ def train(cfg: TrainConfig) -> None:
                 log_point(log, done, {f"val_{name}": value for name, value in result.items()})
                 bar.write(f"step {done}: held-out {describe_validation(result)}")
             if saving:
-                values = {"config": asdict(cfg), "step": done, "corpus": corpus.key,
+                values = {"config": asdict(cfg), "step": done, "corpus": corpus.key, "tokenizer": tokenizer,
                           "seconds": seconds + time.monotonic() - began, "validation": result}  # fmt: skip
                 resume.save(folder, values, model, optimizer, sharded=cfg.shard, final=last)
                 saved = done

@@ -35,11 +35,6 @@ class EvalConfig(TrainedRunConfig):
     project: str = "ropewalk"
 
     @property
-    def is_foreign(self) -> bool:
-        """Whether run= names a model that ropewalk did not train: hf:PATH, gguf:PATH or pretrained:NAME."""
-        return ":" in (self.run or "")
-
-    @property
     def longest_ctx(self) -> int:
         """The longest evaluated context, tokens. Documents must be longer, and scaling.factor=fixed refers to it."""
         return max(self.ctx) if isinstance(self.ctx, list) else self.ctx
@@ -61,7 +56,7 @@ def eval_config(cfg: DictConfig) -> EvalConfig:
     ok = not c.multiples or (all(m > 0 for m in c.multiples) and not isinstance(c.ctx, list))
     check(ok, "multiples", c.multiples, "numbers above 0 such as [1.25,1.5], and left out where ctx is a list")
     c.plus = name_list(c.plus, "plus", "scaling")
-    if not c.is_foreign:
+    if ":" not in (c.run or ""):  # not hf:PATH, gguf:PATH or pretrained:NAME
         right = "left out: a trained run is evaluated on its corpus; only run=hf:PATH can be evaluated on another"
         check(not c.data, "data", c.data.get("kind"), right)
         right = "left out: a trained run knows its context, only a Hugging Face folder (run=hf:PATH) may not"

@@ -6,7 +6,7 @@ data/preparation.py writes them.
 
     train.bin                       the training stream, uint16 or uint32, with END after every document
     val.bin                         the held-out documents one after another, the longest first
-    ranks.tiktoken, pattern.txt     the tokenizer
+    ranks.tiktoken, pattern.txt     the tokenizer; tokenizer.json, n_vocab.txt if it is that of a foreign checkpoint
     meta.json                       dtype, names and lengths of the held-out documents, sha256 of the other files
     copied.bin                      for each token of val.bin, whether it repeats training text: data/near_copies.py
 """
@@ -28,7 +28,6 @@ from conf.registry import build_from_knobs, load_kind
 from data import tokenizer
 
 FORMAT = 1  # version of the files; raise it when their format changes
-FILES = ("train.bin", "val.bin", "copied.bin", "ranks.tiktoken", "pattern.txt")
 TOKENIZER_SETTINGS = ("tokenizer", "vocab_size", "holdout")  # keys of every yaml of conf/data; the others are knobs
 
 
@@ -60,20 +59,23 @@ class Corpus(HeldOut):
     train: an integer array [N], all training documents one after another with END after each.
     """
 
-    encoding: tiktoken.Encoding
+    encoding: tiktoken.Encoding  # or a data.checkpoint_tokenizer.CheckpointTokenizer, which has the calls used here
     train: np.ndarray  # memory-mapped
 
 
-def prepare(cfg: dict, cache: str) -> Corpus:
+def prepare(cfg: dict, cache: str, tokenizer_json: str | None = None) -> Corpus:
     """The corpus of these settings (a yaml of conf/data), from the folder `cache` or else built now and stored there.
 
-    The checksums of cached files are compared on every call, and a damaged folder is built again. Safe if several
-    processes call it at the same time. UserError if the text cannot be read or the cache cannot be written.
+    tokenizer_json: the content of that file, with data.tokenizer=checkpoint. The checksums of cached files are compared
+    on every call, and a damaged folder is built again. Safe if several processes call it at the same time. UserError if
+    the text cannot be read or the cache cannot be written.
     """
     shaping = {name: cfg[name] for name in TOKENIZER_SETTINGS}
     shaping |= {"format": FORMAT, "corpus": call_corpus(cfg, "fingerprint")}
-    if cfg["tokenizer"] != "bpe":  # the other vocabularies have a fixed size
+    if cfg["tokenizer"] not in ("bpe", "checkpoint"):  # the other vocabularies have a fixed size
         shaping["vocab_size"] = None
+    if tokenizer_json:
+        shaping["tokenizer_json"] = hashlib.sha256(tokenizer_json.encode()).hexdigest()
     key = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cache) / f"{cfg['kind']}-{cfg['tokenizer']}-{key}"
     if folder.exists():
@@ -84,15 +86,8 @@ def prepare(cfg: dict, cache: str) -> Corpus:
             shutil.rmtree(folder, ignore_errors=True)
     from data import preparation
 
-    preparation.build(folder, cfg, call_corpus(cfg, "documents"))
+    preparation.build(folder, cfg, call_corpus(cfg, "documents"), tokenizer_json)
     return _open(folder, key, cfg["tokenizer"])
-
-
-def held_out_texts(cfg: dict) -> list[tuple[str, str]]:
-    """(name, text) of the documents that the corpus of cfg holds out."""
-    from data.preparation import split
-
-    return split(call_corpus(cfg, "documents"), cfg["holdout"])[1]
 
 
 def call_corpus(cfg: dict, function: str) -> Any:
@@ -109,20 +104,17 @@ def call_corpus(cfg: dict, function: str) -> Any:
 def _open(folder: Path, key: str, kind: str) -> Corpus:
     """The corpus in a folder that `_build` wrote. kind: of the tokenizer. ValueError if a file has changed since."""
     meta = json.loads((folder / "meta.json").read_text())
-    for name in FILES:
-        if sha256(folder / name) != meta["sha256"][name]:
+    for name, digest in meta["sha256"].items():
+        if sha256(folder / name) != digest:
             raise ValueError(f"{name} differs from what was written")
     train, val = (np.memmap(folder / name, dtype=meta["dtype"], mode="r") for name in ("train.bin", "val.bin"))
     ends = np.cumsum([length for _, length in meta["held_out"]])[:-1]
     names, copied = [name for name, _ in meta["held_out"]], np.fromfile(folder / "copied.bin", dtype=bool)
     held_out = [Document(*x) for x in zip(names, np.split(val, ends), np.split(copied, ends), strict=True)]
     encoding = tokenizer.load(kind, folder)
-    vocab_size = -(-encoding.n_vocab // 64) * 64  # a multiple of 64 suits matrix units; the extra tokens never occur
-    token_bytes = np.zeros(vocab_size, dtype=np.int64)
-    for token, rank in encoding._mergeable_ranks.items():
-        token_bytes[rank] = len(token)
+    token_bytes = tokenizer.token_bytes(encoding)
     coders = encoding.encode_ordinary, encoding.decode
-    return Corpus(key, vocab_size, held_out, token_bytes, *coders, encoding, train)
+    return Corpus(key, len(token_bytes), held_out, token_bytes, *coders, encoding, train)
 
 
 def sha256(path: Path) -> str:

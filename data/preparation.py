@@ -8,22 +8,25 @@ from pathlib import Path
 import numpy as np
 
 from conf.errors import UserError
-from data import tokenizer
-from data.corpus import FILES, sha256
+from data import tokenizer_training
+from data.checkpoint_tokenizer import CheckpointTokenizer
+from data.corpus import call_corpus, sha256
 from data.near_copies import find_copies
 
 DOCUMENTS_AT_ONCE = 1024  # tokenised together: in Python's lists tokens take 10 times the memory of those in the file
 
 
-def build(folder: Path, cfg: dict, documents: list[tuple[str, str]]) -> None:
-    """Write the corpus of cfg (a yaml of conf/data) to `folder`. documents: (name, text). UserError if it cannot be.
+def build(folder: Path, cfg: dict, documents: list[tuple[str, str]], tokenizer_json: str | None) -> None:
+    """Write the corpus of cfg (a yaml of conf/data) to `folder`. UserError if it cannot be written.
+
+    documents: (name, text). tokenizer_json: the content of that file, with data.tokenizer=checkpoint.
 
     Built in a temporary folder and renamed, so that a killed process or a full disk leaves no incomplete folder.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary:
-            _write(Path(temporary, "corpus"), cfg, documents)
+            _write(Path(temporary, "corpus"), cfg, documents, tokenizer_json)
             Path(temporary, "corpus").rename(folder)
     except OSError as e:
         if not folder.exists():  # else another process was first with the same files
@@ -42,13 +45,21 @@ def split(documents: list[tuple[str, str]], holdout: int) -> tuple[list, list]:
     return [d for d in documents if d[0] not in names], held_out
 
 
-def _write(folder: Path, cfg: dict, documents: list[tuple[str, str]]) -> None:
+def held_out_texts(cfg: dict) -> list[tuple[str, str]]:
+    """(name, text) of the documents that the corpus of cfg holds out."""
+    return split(call_corpus(cfg, "documents"), cfg["holdout"])[1]
+
+
+def _write(folder: Path, cfg: dict, documents: list[tuple[str, str]], tokenizer_json: str | None) -> None:
     """Split and tokenise the documents and write the files of the corpus to a new folder."""
     train, held_out = split(documents, cfg["holdout"])
     if not train or not held_out:
         n = len(documents)
         raise UserError(f"data: {n} documents with text: at least 2 are needed, as whole ones are held out")
-    encoding = tokenizer.build(cfg["tokenizer"], cfg["vocab_size"], (text for _, text in train))
+    if tokenizer_json:
+        encoding = CheckpointTokenizer(tokenizer_json, cfg["vocab_size"])
+    else:
+        encoding = tokenizer_training.build(cfg["tokenizer"], cfg["vocab_size"], (text for _, text in train))
     dtype = np.dtype(np.uint16 if encoding.n_vocab <= 2**16 else np.uint32)
     folder.mkdir()
     with (folder / "train.bin").open("wb") as f:
@@ -61,11 +72,14 @@ def _write(folder: Path, cfg: dict, documents: list[tuple[str, str]]) -> None:
     np.concatenate(held_out_tokens).tofile(folder / "val.bin")
     stream = np.memmap(folder / "train.bin", dtype=dtype, mode="r")
     np.concatenate(find_copies(stream, held_out_tokens)).tofile(folder / "copied.bin")
-    tokenizer.save(encoding, folder)
+    if tokenizer_json:
+        encoding.save(folder)  # ty: ignore[missing-union-attribute]
+    else:
+        tokenizer_training.save(encoding, folder)  # ty: ignore[invalid-argument-type]
     meta = {
         "dtype": dtype.name,
         "held_out": [[name, len(tokens)] for (name, _), tokens in zip(held_out, held_out_tokens, strict=True)],
-        "sha256": {name: sha256(folder / name) for name in FILES},
+        "sha256": {path.name: sha256(path) for path in sorted(folder.iterdir())},
     }
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
     print(

@@ -1,54 +1,37 @@
-"""Tokenizers, all used through tiktoken: a byte-pair vocabulary trained here, GPT-2's, or plain bytes."""
+"""Tokenizers of prepared corpora: byte-pair vocabularies, used through tiktoken, or that of a foreign checkpoint."""
 
 import base64
-from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-import rustbpe
+import numpy as np
 import tiktoken
-
-from conf.errors import UserError
 
 END = "<|endoftext|>"
 
 
-def build(kind: str, vocab_size: int, texts: Iterable[str]) -> tiktoken.Encoding:
-    """The tokenizer of this kind, with END as its last token.
-
-    bpe: byte-pair encoding, trained on `texts` to vocab_size tokens, END included. bytes: one token for each byte, and
-    END (257 tokens). gpt2: GPT-2's 50,257 tokens, which tiktoken downloads and caches; UserError without a network.
-    """
-    if kind == "bpe":
-        trainer = rustbpe.Tokenizer()  # ty: ignore[missing-attribute] (rustbpe has no type stubs)
-        trainer.train_from_iterator(iter(texts), vocab_size - 1)
-        ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
-        return _encoding(kind, ranks, trainer.get_pattern())
-    if kind == "bytes":
-        return _encoding(kind, {bytes([b]): b for b in range(256)}, r"[\s\S]")
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except Exception as e:  # requests' errors, of many classes
-        raise UserError(
-            f"data.tokenizer=gpt2: its ranks could not be downloaded ({type(e).__name__}): "
-            "connect to the network one time (tiktoken caches them), or use data.tokenizer=bpe"
-        ) from None
-
-
-def _encoding(name: str, ranks: dict[bytes, int], pattern: str) -> tiktoken.Encoding:
+def make_encoding(name: str, ranks: dict[bytes, int], pattern: str) -> tiktoken.Encoding:
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END: len(ranks)})
 
 
-def save(encoding: tiktoken.Encoding, folder: Path) -> None:
-    """ranks.tiktoken (tiktoken's format: base64 token and rank a line) and pattern.txt."""
-    ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
-    lines = (base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks)
-    (folder / "ranks.tiktoken").write_bytes(b"".join(lines))
-    (folder / "pattern.txt").write_text(encoding._pat_str)
+def load(kind: str, folder: Path) -> Any:
+    """The tokenizer that `save` wrote to folder. kind: its name."""
+    if kind == "checkpoint":
+        from data import checkpoint_tokenizer
 
-
-def load(kind: str, folder: Path) -> tiktoken.Encoding:
-    """The tokenizer that `save` wrote to folder. kind: its name, of use in messages only."""
+        return checkpoint_tokenizer.load(folder)
     # Not tiktoken's load_tiktoken_bpe: that caches by path, and a rebuilt vocabulary has the same path.
     lines = (line.split() for line in (folder / "ranks.tiktoken").read_bytes().splitlines())
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-    return _encoding(kind, ranks, (folder / "pattern.txt").read_text())
+    return make_encoding(kind, ranks, (folder / "pattern.txt").read_text())
+
+
+def token_bytes(encoding: Any) -> np.ndarray:
+    """The length in bytes of each token's text, int64 [vocabulary of the model]; 0 for END."""
+    if not isinstance(encoding, tiktoken.Encoding):
+        return encoding.token_bytes()
+    # A multiple of 64 tokens suits matrix units; the extra ones never occur
+    sizes = np.zeros(-(-encoding.n_vocab // 64) * 64, dtype=np.int64)
+    for token, rank in encoding._mergeable_ranks.items():
+        sizes[rank] = len(token)
+    return sizes

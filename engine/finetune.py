@@ -20,10 +20,7 @@ def inherit(cfg: TrainConfig) -> dict[str, Any]:
     Returns the parent's checkpoint. UserError if there is no such run, or if a setting that it fixes was given.
     """
     assert cfg.init is not None and cfg.name is not None
-    overrides = [o.lstrip("+~") for o in HydraConfig.get().overrides.task]
-    for key in ("model", "pos", "data", "attention"):
-        if fixed := [o for o in overrides if re.match(rf"{key}[.=]", o)]:
-            raise UserError(f"init={cfg.init}: {fixed[0]} cannot be chosen, it comes from that run")
+    refuse_overrides(cfg, "model", "pos", "data", "attention")
     parent = Path(cfg.runs) / cfg.init
     if parent == Path(cfg.runs) / cfg.name:
         raise UserError(f"init={cfg.init}: the new run needs another name: name=NEW")
@@ -37,14 +34,23 @@ def inherit(cfg: TrainConfig) -> dict[str, Any]:
     return state
 
 
+def refuse_overrides(cfg: TrainConfig, *keys: str) -> None:
+    """UserError if one of these settings or groups, which the parent fixes, is on the command line."""
+    overrides = [o.lstrip("+~") for o in HydraConfig.get().overrides.task]
+    for key in keys:
+        if fixed := [o for o in overrides if re.match(rf"{key}[.=]", o)]:
+            raise UserError(f"init={cfg.init}: {fixed[0]} cannot be chosen, it comes from that run")
+
+
 def describe(cfg: TrainConfig, factor: float) -> str:
     """For the start of a training: the parent run, its context and tokens, and the settings that differ now.
 
     factor: the extension factor of the scaling that the run is trained with.
     """
-    parent, scaling = cfg.pretrained, describe_knobs("scaling", cfg.scaling)
+    name = cfg.init if ":" in (cfg.init or "") else f"{cfg.runs}/{cfg.init}"
+    parent, tokens, scaling = cfg.pretrained, cfg.pretrained["tokens"], describe_knobs("scaling", cfg.scaling)
     return (
-        f"from {cfg.runs}/{cfg.init}: pre-trained at ctx {parent['ctx']} on {parent['tokens']:,} tokens; "
+        f"from {name}: pre-trained at ctx {parent['ctx']}{f' on {tokens:,} tokens' if tokens else ''}; "
         f"this run: ctx {cfg.ctx}, scaling={scaling} (factor {factor:g}), {describe_cost(cfg)}"
     )
 
@@ -64,4 +70,5 @@ def describe_cost(cfg: TrainConfig) -> str:
     The share makes toy and full scale comparable: few steps can be a large part of a short pre-training.
     """
     tokens, before = cfg.steps * cfg.batch_tokens, cfg.pretrained["tokens"]
-    return f"{tokens:,} tokens, {100 * tokens / before:.2g} % of the pre-training's {before:,}"
+    share = f", {100 * tokens / before:.2g} % of the pre-training's {before:,}" if before else ""
+    return f"{tokens:,} tokens{share}"

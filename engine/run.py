@@ -55,7 +55,7 @@ class Run:
         state = checkpoint.load(folder, device)
         cfg: TrainConfig = state["cfg"]
         with distributed.ranks().rank0_first():
-            corpus = corpora.prepare(cfg.data, cache)
+            corpus = corpora.prepare(cfg.data, cache, state.get("tokenizer"))
         if corpus.key != state["corpus"]:
             raise UserError(f"{folder}: its corpus has changed since the training, so nothing is held out: train again")
         model = gpt.from_weights(cfg, corpus.vocab_size, state["model"]).to(device).eval()

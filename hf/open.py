@@ -31,8 +31,8 @@ def open_checkpoint(name: str) -> Checkpoint:
     raise UserError(f"run={name}: must be the name of a run, hf:FOLDER, gguf:FILE or pretrained:NAME")
 
 
-def check_memory(source: Checkpoint) -> None:
-    """UserError if the weights need more memory than this machine has available. Linux only: elsewhere no check."""
+def check_memory(source: Checkpoint, copies: int = 1) -> None:
+    """UserError if so many float32 copies of the weights need more memory than there is. Only Linux can be asked."""
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:
@@ -40,7 +40,7 @@ def check_memory(source: Checkpoint) -> None:
     available = next(
         (1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith("MemAvailable")), None
     )
-    needed = 4 * source.n_parameters
+    needed = 4 * copies * source.n_parameters
     if available is not None and needed > available:
         raise UserError(
             f"{source.path}: {source.n_parameters / 1e9:.1f} billion parameters need {needed / 1e9:.1f} GB of memory, "

@@ -15,6 +15,7 @@ class Package:
     file: str  # a GGUF file in the module's folder
     install: str
     notes: tuple[str, ...]
+    tokens: int  # of the pre-training
 
 
 PACKAGES = {
@@ -28,8 +29,10 @@ PACKAGES = {
             "it was probably trained on SymPy and on old books: nothing here is held out for it, so compare methods, "
             "not its losses with those of other models",
         ),
+        tokens=2_000_000_000_000,
     )
 }
+TOKENS = {name: package.tokens for name, package in PACKAGES.items()}
 
 
 def open_pretrained(name: str) -> Checkpoint:

@@ -5,18 +5,18 @@ family and rope type with those of transformers.
 """
 
 import hashlib
-import json
 import re
 from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from conf.errors import UserError
 from conf.schema import TrainConfig
-from data.corpus import Document, HeldOut, held_out_texts
+from data.checkpoint_tokenizer import CheckpointTokenizer
+from data.corpus import Document, HeldOut
+from data.preparation import held_out_texts
 from hf.checkpoint import Checkpoint, open_folder
 from hf.config import Config
 from hf.families import FAMILIES, HEADS, Family, to_ours
@@ -122,19 +122,10 @@ def read_corpus(source: Checkpoint, data: dict, vocab_size: int) -> HeldOut:
     No beginning-of-text token is added: documents are scored from their middle, where there is none, and one before
     every window would be an attention sink that no other model here has.
     """
-    tokenizer, documents = source.tokenizer(), []
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    sizes = token_bytes(tokenizer, vocab_size)
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
-    def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=False)
-
+    tokenizer, documents = CheckpointTokenizer(source.tokenizer().to_str(), vocab_size), []
+    sizes = tokenizer.token_bytes()
     for name, text in held_out_texts(data):
-        ids = np.array(encode(text), dtype=np.int64)
+        ids = np.array(tokenizer.encode_ordinary(text), dtype=np.int64)
         if len(ids) and ids.max() >= vocab_size:
             raise UserError(
                 f"{source.path}: its tokenizer has token {ids.max()}, and the model's vocabulary has {vocab_size}"
@@ -144,28 +135,5 @@ def read_corpus(source: Checkpoint, data: dict, vocab_size: int) -> HeldOut:
         if abs(int(sizes[ids].sum()) - n) > 1 + n // 1000:
             raise UserError(f"{source.path}: its tokens of {name} do not add up to the {n} bytes of the text")
         documents.append(Document(name, ids))
-    key = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:16]
-    return HeldOut(key, vocab_size, documents, sizes, encode, decode)
-
-
-def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
-    """The length in bytes of each token's text, int64 [V], for bits per byte.
-
-    In byte-level vocabularies each character of a token stands for one byte. In SentencePiece's, ▁ stands for a space,
-    and <0x41> for a single byte.
-    """
-    byte_level = "ByteLevel" in json.dumps(json.loads(tokenizer.to_str())["decoder"])
-    sizes = np.zeros(vocab_size, dtype=np.int64)
-    for token, i in tokenizer.get_vocab().items():
-        if i >= vocab_size:
-            continue
-        if byte_level:
-            sizes[i] = len(token)
-        elif re.fullmatch(r"<0x[0-9A-F]{2}>", token):
-            sizes[i] = 1
-        else:
-            sizes[i] = len(token.replace("▁", " ").encode())
-    for i, token in tokenizer.get_added_tokens_decoder().items():
-        if i < vocab_size:
-            sizes[i] = len(token.content.encode())
-    return sizes
+    key = hashlib.sha256(tokenizer.content.encode()).hexdigest()[:16]
+    return HeldOut(key, vocab_size, documents, sizes, tokenizer.encode_ordinary, tokenizer.decode)

@@ -39,14 +39,17 @@ def write_checkpoint(run: Run, out: Path) -> str:
     model_type = architecture(cfg.model)
     rope = rope_parameters(cfg, run.trained_scaling(cfg.ctx), run.context.train_ctx)
     end, V = encoding.eot_token, encoding.n_vocab
+    end_text, own = encoding.decode([end]), isinstance(encoding, tiktoken.Encoding)
+    tokenizer = tokenizer_json(encoding) if own else json.loads(encoding.content)  # of the checkpoint it started from
     state = real_tokens_only(run.model.state_dict(), V)
     files: dict[str, dict | str] = {
         "README.md": model_card(run, out, model_type, rope),
         "config.json": config(cfg, V, end, state["blocks.0.mlp.down.weight"].shape[1], rope),
         "generation_config.json": {"bos_token_id": end, "eos_token_id": end},
-        "tokenizer.json": tokenizer_json(encoding),
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END,
-                                  "clean_up_tokenization_spaces": False, "model_max_length": cfg.ctx},
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end_text,
+                                  "eos_token": end_text, "clean_up_tokenization_spaces": False,
+                                  "model_max_length": cfg.ctx},
     }  # fmt: skip
     tensors = from_ours(FAMILIES[model_type].table, cfg.model, in_hf_form(cfg.model, state, cfg.pos["interleaved"]))
     # Written to a temporary folder and renamed, so that a full disk leaves nothing that looks complete

@@ -128,9 +128,8 @@ class Evaluation:
 
         work: all methods and lengths that will be measured. more_flops: of other measurements.
         """
-        changes = [(method, self.change(method, n), n) for method, n in work]
-        computed = [(c, n) for method, c, n in changes if method == NONE or not self.changes_nothing(c, n)]
-        pieces = [(piece, c) for c, n in computed for piece in self.task.pieces(n)]
+        computed = [(m, n) for m, n in work if m == NONE or not self.changes_nothing(self.change(m, n), n)]
+        pieces = [(piece, self.change(m, n)) for m, n in computed for piece in self.task.pieces(n)]
         flops = more_flops + sum(self.flops(p.tokens.shape, p.targets.shape[1], c) for p, c in pieces)
         no_deadlock = distributed.ranks().exit_if_a_rank_dies
         self.bar = progress_bar(flops, hidden=not flops, unit="FLOP")

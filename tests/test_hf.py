@@ -18,6 +18,7 @@ from conf.errors import UserError
 from conf.hydra_patches import run_main
 from conf.schema import TrainConfig
 from data import corpus as corpora
+from data.preparation import held_out_texts
 from engine import checkpoint
 from hf import families, write
 from hf.config import Config
@@ -270,7 +271,7 @@ def test_eval_scores_the_held_out_text_as_transformers_does(kind, folder, here, 
     rows = [json.loads(line) for line in files["none"].read_text().splitlines()]
     assert [row["n"] for row in rows] == [16, 32, 64, 128] and rows[0]["train_ctx"] == L
     # The same by transformers alone: its model and tokenizer, and the corpus's own text
-    text = [t for _, t in corpora.held_out_texts({"kind": "text", "files": "docs/*.txt", "holdout": 32})[:3]]
+    text = [t for _, t in held_out_texts({"kind": "text", "files": "docs/*.txt", "holdout": 32})[:3]]
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     encoded = [tokenizer.encode(t, add_special_tokens=False) for t in text]
     ids = torch.tensor([e.ids[-129:] for e in encoded])
@@ -557,7 +558,7 @@ def test_exported_tokens_equal_ours(model, here, monkeypatch):
     _, _, corpus = a_run(here, "data=text", "data.files=docs/*.txt", "data.vocab_size=512", *model)
     run_export(monkeypatch, "run=x", "out=there")
     written = transformers.AutoTokenizer.from_pretrained("there")
-    texts = [t[:30_000] for _, t in corpora.held_out_texts({"kind": "sympy", "holdout": 4})]
+    texts = [t[:30_000] for _, t in held_out_texts({"kind": "sympy", "holdout": 4})]
     # e and a combining accent are two characters, which Qwen2Tokenizer would make one (NFC)
     odd = "e\u0301 aaaaaaa\taaaa  \r\n\n\n x=1234567; it's IT'S \u00e9\u0301 \u4f60\u597d \U0001f600 \u017f\x00\x7f    "
     for text in [*texts, odd, *(odd[i:] for i in range(1, 40)), ""]:
