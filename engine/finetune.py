@@ -58,9 +58,10 @@ def describe(cfg: TrainConfig, factor: float) -> str:
 def describe_extension(cfg: TrainConfig, context: TrainedContext) -> str:
     """For the start of an evaluation: how the context of this fine-tuned run was extended."""
     extended, scaling = context.longest_trained_ctx, describe_knobs("scaling", cfg.scaling)
+    how = f"extended to {extended} by" if cfg.ctx > context.train_ctx else f"then fine-tuned at ctx {cfg.ctx} with"
     return (
-        f"pre-trained at ctx {context.train_ctx} ({cfg.pretrained['run']}), extended to {extended} by "
-        f"scaling={scaling}: scaling=none keeps it, and the window control sees {extended} tokens"
+        f"pre-trained at ctx {context.train_ctx} ({cfg.pretrained['run']}), {how} scaling={scaling}: scaling=none "
+        f"keeps it, and the window control sees {extended} tokens"
     )
 
 

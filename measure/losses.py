@@ -23,14 +23,14 @@ def print_curves(task: Task, none: Curve, window: Curve, *others: Curve) -> None
     shown = {"none": none, "window": window, requested.label: requested}
     bars = [better_control(row, none.by_length()) for row in window.rows]
     names, units = "".join(f"{name[:16]:>17}" for name in shown), f"{'ppl  bits/byte':>17}" * len(shown)
-    print(f"\n{'':13}{names}{requested.label[:16] + ', 95 %':>23}{'gain over control, 95 %':>27}")
-    print(f"{'n':>7}{'n/L':>6}{units}{'factor':>8}{'ppl':>15}{'nats/token':>27}")
+    print(f"\n{'':14}{names}{requested.label[:16] + ', 95 %':>23}{'gain over control, 95 %':>27}")
+    print(f"{'n':>7}{'n/L':>7}{units}{'factor':>8}{'ppl':>15}{'nats/token':>27}")
     for i, (row, bar) in enumerate(zip(requested.rows, bars, strict=True)):
         cells = "".join(f"{c.rows[i].ppl:>10.2f}{c.rows[i].bits_per_byte:>7.3f}" for c in shown.values())
         interval = f"{math.exp(row.low):.1f} .. {math.exp(row.high):.1f}"
         mean, low, high = gain(row, bar)
         gained = f"{mean:>+9.3f} [{low:+.3f}, {high:+.3f}]{'' if bar.label == 'window' else ' t'}"
-        print(f"{row.n:>7}{row.n / L:>6.2g}{cells}{row.factor:>8.3g}{interval:>15}{gained}")
+        print(f"{row.n:>7}{row.n / L:>7.2g}{cells}{row.factor:>8.3g}{interval:>15}{gained}")
     if any(bar.label != "window" for bar in bars):
         print(f"t: the better control is truncation: only the last {bars[-1].window or bars[-1].n} tokens are given")
     if len({len(row.windows) for row in none.rows}) > 1:
