@@ -6,6 +6,7 @@ The run is the folder runs/NAME with config.json and ckpt.pt. The loss is in nat
 code runs in every process; engine/distributed.py has the calls between them, and with one process they do nothing.
 """
 
+import importlib
 import math
 import sys
 import time
@@ -59,11 +60,8 @@ def train(cfg: TrainConfig) -> None:
     if cfg.init:
         from engine import finetune
 
-        if ":" in cfg.init:
-            from hf.finetune import inherit
-        else:
-            inherit = finetune.inherit
-        parent = inherit(cfg)
+        source = importlib.import_module("hf.finetune") if ":" in cfg.init else finetune
+        parent = source.inherit(cfg)
     tokenizer = parent.get("tokenizer") if parent else None  # None: that of the corpus
     local = distributed.local_rows(cfg.batch_tokens, cfg.ctx)
     check_settings(cfg)

@@ -43,7 +43,7 @@ def cpu() -> None:
     from bench.step import our_step
     from conf.compose import train_settings
     from model.pos.rope import Rope, Tables
-    from model.pos.rope_kernel import KernelInputs
+    from model.rope_kernel import KernelInputs
     from model.scaling import ContextChange
 
     train_step = our_step(train_settings("pos=rope"), compiled=False)

@@ -47,7 +47,7 @@ def one_of(*names: str) -> Rule:
 SHARE = Rule(lambda x: 0 <= x <= 1, "between 0 and 1")
 MOMENTUM = Rule(lambda x: 0 <= x < 1, "at least 0 and less than 1")
 DATA_RULES = {  # of the keys that every corpus has
-    "tokenizer": one_of("bpe", "bytes", "gpt2", "checkpoint"),  # the last one: set by init=hf:FOLDER
+    "tokenizer": one_of("bpe", "bytes", "gpt2"),
     "vocab_size": Rule(lambda x: isinstance(x, int) and 257 <= x <= 2**18, "a whole number from 257 to 262144"),
     "holdout": Rule(lambda x: isinstance(x, int) and x >= 1, "a whole number, at least 1"),
 }

@@ -23,22 +23,29 @@ from hf.config import Config
 
 
 @dataclass(frozen=True)
+class LazyTensor:
+    """A tensor of a checkpoint, which `load` reads."""
+
+    load: Callable[[], Tensor]
+    size: int  # number of elements
+
+
+@dataclass(frozen=True)
 class Checkpoint:
-    """Where a model comes from. Tensors and tokenizer are loaded when they are called for."""
+    """Where a model comes from. Only the settings are read at once, so that a mistake in them is found first."""
 
     name: str  # of the run, such as hf-FOLDER
     path: Path  # for messages
     config: Config
-    tensors: dict[str, Callable[[], Tensor]]  # by their names in a Hugging Face checkpoint
+    open_tensors: Callable[[], dict[str, LazyTensor]]  # by their names in a Hugging Face checkpoint
     tokenizer: Callable[[], Tokenizer]  # UserError if there is none, or a damaged one
-    files: list[Path]  # those that determine the model
-    n_parameters: int
+    files: Callable[[], list[Path]]  # those that determine the model
     notes: tuple[str, ...] = ()  # what a reader of its curves should know
 
     def digest(self, pretrained: dict) -> str:
         """The sha256 of the files, and of the trained context (TrainConfig.pretrained), which train_ctx= can set."""
         result = hashlib.sha256(str(pretrained).encode())
-        for path in self.files:
+        for path in self.files():
             with file_errors(path), path.open("rb") as f:
                 result.update(hashlib.file_digest(f, "sha256").digest())
         return result.hexdigest()
@@ -53,13 +60,13 @@ def open_folder(folder: Path) -> Checkpoint:
     """The Hugging Face checkpoint in a local folder. UserError for anything in it that is missing or damaged."""
     if not folder.is_dir():
         raise UserError(f"run=hf:{folder}: no such folder; it must be a local Hugging Face checkpoint")
-    config, files = Config.of_folder(folder), weight_files(folder)
-    opened = open_tensors(files)
-    tensors: dict[str, Callable[[], Tensor]] = {
-        name: functools.partial(file.get_tensor, name) for name, file in opened.items()
-    }
-    n_parameters = sum(math.prod(file.get_slice(name).get_shape()) for name, file in opened.items())
-    path = folder / "tokenizer.json"
+    config, path = Config.of_folder(folder), folder / "tokenizer.json"
+
+    def tensors() -> dict[str, LazyTensor]:
+        return {
+            name: LazyTensor(functools.partial(file.get_tensor, name), math.prod(file.get_slice(name).get_shape()))
+            for name, file in open_tensors(weight_files(folder)).items()
+        }
 
     def tokenizer() -> Tokenizer:
         if not path.exists():
@@ -69,8 +76,10 @@ def open_folder(folder: Path) -> Checkpoint:
         except Exception as e:  # the tokenizers package raises Exception itself
             raise UserError(f"{path}: not a tokenizer ({str(e).splitlines()[0][:80]})") from None
 
-    name, read_files = run_name("hf", folder), [config.path, *files]
-    return Checkpoint(name, folder, config, tensors, tokenizer, read_files, n_parameters)
+    def files() -> list[Path]:
+        return [config.path, *weight_files(folder)]
+
+    return Checkpoint(run_name("hf", folder), folder, config, tensors, tokenizer, files)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -108,3 +117,18 @@ def open_tensors(paths: list[Path]) -> dict[str, Any]:
         except (OSError, safetensors.SafetensorError) as e:
             raise UserError(f"{path}: not a complete safetensors file ({str(e).splitlines()[0][:80]})") from None
     return tensors
+
+
+def check_memory(path: Path, n_parameters: int, copies: int) -> None:
+    """UserError if so many float32 copies of the weights need more memory than there is. Only Linux can be asked."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return
+    (kilobytes,) = re.findall(r"MemAvailable: +(\d+) kB", text)
+    available, needed = 1024 * int(kilobytes), 4 * copies * n_parameters
+    if needed > available:
+        raise UserError(
+            f"{path}: {n_parameters / 1e9:.1f} billion parameters need {needed / 1e9:.1f} GB of memory, "
+            f"and {available / 1e9:.1f} GB are available"
+        )

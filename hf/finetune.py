@@ -5,7 +5,7 @@ from typing import Any
 from conf.errors import UserError
 from conf.schema import TrainConfig
 from engine.finetune import refuse_overrides
-from hf.open import check_memory, open_checkpoint
+from hf.open import open_checkpoint
 from hf.pretrained import TOKENS
 from hf.read import read_checkpoint
 
@@ -20,8 +20,8 @@ def inherit(cfg: TrainConfig) -> dict[str, Any]:
     assert cfg.init is not None
     refuse_overrides(cfg, "model", "pos", "attention", r"data\.tokenizer", r"data\.vocab_size")
     source = open_checkpoint(cfg.init)
-    check_memory(source, copies=4)  # weights, gradients and AdamW's two averages
-    theirs, weights, vocab_size = read_checkpoint(source, cfg.ctx)
+    # Weights, gradients and AdamW's two averages
+    theirs, weights, vocab_size = read_checkpoint(source, cfg.ctx, copies=4)
     if theirs.scaling["kind"] != "none":
         raise UserError(f"init={cfg.init}: its config has scaling={theirs.scaling['kind']}, which cannot be continued")
     cfg.model, cfg.pos, cfg.attention = theirs.model, theirs.pos, "softmax"

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from conf.errors import UserError, file_errors
-from hf.checkpoint import Checkpoint, run_name
+from hf.checkpoint import Checkpoint, LazyTensor, run_name
 from hf.config import Config
 
 MAGIC = b"GGUF"
@@ -111,10 +111,13 @@ def open_gguf(path: Path) -> Checkpoint:
         name=run_name("gguf", path),
         path=path,
         config=Config(path, config),
-        tensors={checkpoint_name(path, name): tensor(name) for name in infos if name != ROPE_FREQS},
+        open_tensors=lambda: {
+            checkpoint_name(path, name): LazyTensor(tensor(name), int(info.n_elements))
+            for name, info in infos.items()
+            if name != ROPE_FREQS
+        },
         tokenizer=lambda: Tokenizer.from_str(json.dumps(content)),
-        files=[path],
-        n_parameters=sum(int(t.n_elements) for t in infos.values()),
+        files=lambda: [path],
         notes=(f"{values.get('general.name', path.stem)}, weights stored as {max(types, key=types.count)}",),
     )
 

@@ -31,23 +31,6 @@ def open_checkpoint(name: str) -> Checkpoint:
     raise UserError(f"run={name}: must be the name of a run, hf:FOLDER, gguf:FILE or pretrained:NAME")
 
 
-def check_memory(source: Checkpoint, copies: int = 1) -> None:
-    """UserError if so many float32 copies of the weights need more memory than there is. Only Linux can be asked."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return
-    available = next(
-        (1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith("MemAvailable")), None
-    )
-    needed = 4 * copies * source.n_parameters
-    if available is not None and needed > available:
-        raise UserError(
-            f"{source.path}: {source.n_parameters / 1e9:.1f} billion parameters need {needed / 1e9:.1f} GB of memory, "
-            f"and {available / 1e9:.1f} GB are available"
-        )
-
-
 def open_foreign(cfg: EvalConfig, *, ctx: int, scalings: Sequence[dict], runs: str, device: torch.device) -> Run:
     """The model that cfg.run names as a Run, to be evaluated at up to ctx tokens with these scalings.
 
@@ -57,7 +40,6 @@ def open_foreign(cfg: EvalConfig, *, ctx: int, scalings: Sequence[dict], runs: s
     """
     assert cfg.run is not None
     source = open_checkpoint(cfg.run)
-    check_memory(source)
     in_bfloat16 = uses_bfloat16(device, cfg.dtype)
     settings, weights, vocab_size = read_checkpoint(source, ctx, cfg.train_ctx, keep_bfloat16=in_bfloat16)
     model = gpt.from_weights(settings, vocab_size, weights).to(device).eval()

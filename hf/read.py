@@ -17,7 +17,7 @@ from conf.schema import TrainConfig
 from data.checkpoint_tokenizer import CheckpointTokenizer
 from data.corpus import Document, HeldOut
 from data.preparation import held_out_texts
-from hf.checkpoint import Checkpoint, open_folder
+from hf.checkpoint import Checkpoint, LazyTensor, check_memory, open_folder
 from hf.config import Config
 from hf.families import FAMILIES, HEADS, Family, to_ours
 from model import gpt
@@ -32,17 +32,18 @@ def read(folder: Path, ctx: int, train_ctx: int | None = None) -> tuple[TrainCon
 
 
 def read_checkpoint(
-    source: Checkpoint, ctx: int, train_ctx: int | None = None, keep_bfloat16: bool = False
+    source: Checkpoint, ctx: int, train_ctx: int | None = None, keep_bfloat16: bool = False, copies: int = 1
 ) -> tuple[TrainConfig, dict[str, Tensor], int]:
     """(settings, our state dict, vocabulary size) of a checkpoint, to be evaluated at up to ctx tokens.
 
     train_ctx: the context of the pre-training, tokens, where its config does not contain it. keep_bfloat16: matrices
-    that are stored in bfloat16 stay so; everything else becomes float32. UserError for anything that is missing,
-    damaged or not supported.
+    that are stored in bfloat16 stay so; everything else becomes float32. copies: so many float32 copies of the weights
+    must fit into the memory. UserError if they do not, and for anything that is missing, damaged or not supported.
     """
     cfg, vocab_size, family = read_settings(source.config, ctx, train_ctx)
-    cfg.name = source.name
-    return cfg, read_weights(source, cfg, vocab_size, family, keep_bfloat16), vocab_size
+    cfg.name, tensors = source.name, source.open_tensors()
+    check_memory(source.path, sum(tensor.size for tensor in tensors.values()), copies)
+    return cfg, read_weights(source, tensors, cfg, vocab_size, family, keep_bfloat16), vocab_size
 
 
 def read_settings(c: Config, ctx: int, train_ctx: int | None) -> tuple[TrainConfig, int, Family]:
@@ -69,13 +70,18 @@ def read_settings(c: Config, ctx: int, train_ctx: int | None) -> tuple[TrainConf
 
 
 def read_weights(
-    source: Checkpoint, cfg: TrainConfig, vocab_size: int, family: Family, keep_bfloat16: bool
+    source: Checkpoint,
+    tensors: dict[str, LazyTensor],
+    cfg: TrainConfig,
+    vocab_size: int,
+    family: Family,
+    keep_bfloat16: bool,
 ) -> dict[str, Tensor]:
     """Our state dict. UserError for a tensor that is missing, misshapen or has no place in our GPT.
 
     The family's fold may also untie the head: cfg.model.tied_head.
     """
-    path, c, tensors = source.path, source.config, dict(source.tensors)
+    path, c = source.path, source.config
     if cfg.model.n_layers > len(tensors):  # a model of billions of layers is not built first
         raise UserError(f"{path}: has {len(tensors)} tensors for {cfg.model.n_layers} layers")
     try:
@@ -93,7 +99,7 @@ def read_weights(
         if not present:
             raise UserError(f"{path}: its weights have no {name}")
         name = present[0]
-        x = tensors.pop(name)()
+        x = tensors.pop(name).load()
         if tuple(x.shape) != shape:
             raise UserError(f"{path}: {name} has shape {list(x.shape)}, and config.json asks for {list(shape)}")
         if x.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
@@ -104,7 +110,7 @@ def read_weights(
 
     ours = to_ours(family.table, cfg.model, shapes, take)
     for name in [n for n in HEADS if n in tensors and cfg.model.tied_head]:  # a redundant copy of the embeddings
-        if not torch.equal(tensors.pop(name)().float(), ours["head.weight"].float()):
+        if not torch.equal(tensors.pop(name).load().float(), ours["head.weight"].float()):
             raise UserError(f"{path}: {name} differs from the embeddings that config.json ties it to")
     if family.fold is not None:
         family.fold(c, cfg.model, ours, take)

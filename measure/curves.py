@@ -127,6 +127,10 @@ def read_curve(path: Path) -> Curve:
 
 def _row(values: dict[str, Any]) -> Row:
     """A row from its JSON object. TypeError or KeyError if it is something else."""
+    if "texts" not in values:
+        from measure.earlier_curves import upgrade
+
+        upgrade(values)
     row = Row(**values)
     if wrong := [k for k, hint in typing.get_type_hints(Row).items() if not has_type(getattr(row, k), hint)]:
         raise TypeError(f"wrong types of {wrong}")

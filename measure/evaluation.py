@@ -195,9 +195,8 @@ class Evaluation:
 
     def measure_length(self, method: Method, n: int) -> tuple[list[Row], np.ndarray]:
         """(the row of a method at length n, and one for each distance of the task; the losses of all targets)"""
-        began = time.monotonic()
+        began, change, pieces = time.monotonic(), self.change(method, n), self.task.pieces(n)
         self.bar.set_postfix_str(f"{method.label}, n={n}", refresh=False)
-        change, pieces = self.change(method, n), self.task.pieces(n)
         losses = self.losses_without_scaling(n) if method != NONE and self.changes_nothing(change, n) else None
         if losses is None:
             measured = [(piece, self.measure(piece, change)) for piece in pieces]

@@ -703,7 +703,7 @@ def test_the_newest_run_that_fits_is_evaluated_and_named(runs, capsys):
 
 def test_a_list_of_lengths_and_learned_positions_inside_their_table(runs, capsys):
     run_eval("run=learned", "ctx=[64]", *FEW)
-    assert "\n     64     1" in capsys.readouterr().out
+    assert "\n     64      1" in capsys.readouterr().out
 
 
 def test_alibi_and_window_controls_at_long_contexts_stay_finite(runs):

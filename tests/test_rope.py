@@ -15,7 +15,7 @@ from kernels import choice, cos_sin, phase, rope_torch
 from kernels.rope import rope, rope_packed
 from model import gpt
 from model.pos.rope import Rope, Tables
-from model.pos.rope_kernel import KernelInputs
+from model.rope_kernel import KernelInputs
 from model.scaling import ContextChange
 from tests.helpers import ROOT, SMALL, command, import_or_skip, random_tokens, skip_unless_ci, train_settings
 

@@ -62,7 +62,7 @@ class Rope(Encoding):
     def prepare(self, positions: Tensor, change: ContextChange) -> Any:
         """The angles of positions int64 [T] or [B, T], with the frequencies of `change` or else the trained ones.
 
-        Tables of cosines and sines for plain torch, or the KernelInputs of model/pos/rope_kernel.py.
+        Tables of cosines and sines for plain torch, or the KernelInputs of model/rope_kernel.py.
         """
         inv_freq = self.inv_freq if change.inv_freq is None else change.inv_freq
         assert inv_freq is not None  # __init__ sets it
@@ -75,7 +75,7 @@ class Rope(Encoding):
 
         # The kernel would bypass what a subclass overrides
         if uses_triton(device) and type(self).prepare is Rope.prepare and type(self).rotate is Rope.rotate:
-            from model.pos.rope_kernel import KernelInputs
+            from model.rope_kernel import KernelInputs
 
             near = KernelInputs(self.phase(inv_freq, device), positions, change.attention_factor)
         else:
