@@ -1,0 +1,82 @@
+"""The real model's study: orders of methods, and the command on a tiny GGUF file."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conf.errors import UserError
+from studies import real
+from tests.helpers import write_documents
+
+
+@pytest.mark.parametrize("winners, small, want", [
+    (["a", "a"], "a", "the same"), (["a", "?"], "a", "the same"), (["b", "b"], "a", "reversed"),
+    (["a", "b"], "a", "code and books differ"), (["?", "?"], "a", "undecided in the real"),
+    (["a", "a"], "?", "undecided in the small"), (["?", "?"], "?", "undecided in both"), (["a", ""], "a", ""),
+    (["a", "a"], "", ""),
+])  # fmt: skip
+def test_an_order_is_compared_only_where_both_decide_it(winners, small, want):
+    assert real.verdict_of(winners, small) == want
+
+
+def test_the_order_of_two_methods_is_paired_by_document():
+    """Documents differ by whole nats, the two methods by 0.1: only the paired difference decides."""
+    documents = np.random.default_rng(0).normal(size=(1, 12)) * 3
+    noise = np.random.default_rng(1).normal(size=(1, 12)) * 0.02
+    gains = {("yarn", 2.0): documents + 0.1 + noise, ("pi", 2.0): documents}
+    assert real.order(gains, "yarn", "pi", 2.0)[0] == "a" and real.order(gains, "pi", "yarn", 2.0)[0] == "b"
+    gains["pi", 2.0] = documents[:, ::-1]
+    assert real.order(gains, "yarn", "pi", 2.0)[0] == "?" and real.order(gains, "yarn", "ntk", 2.0) == ("", "")
+
+
+def test_the_gain_of_the_small_model_is_over_its_bar():
+    def row(label: str, n: int, nats: float) -> dict:
+        return {"name": "rope-s0", "seed": 0, "label": label, "n": n, "train_ctx": 64, "tokens": 4, "windows": [0],
+                "nll": [2 * nats, 2 * nats]}  # fmt: skip
+
+    rows = [row("none", 64, 3.0), row("window", 64, 3.0), row("none", 128, 5.0), row("window", 128, 2.5),
+            row("pi", 128, 2.0)]  # fmt: skip
+    gains = real.tiny_gains(rows)
+    assert gains["pi", 2.0].tolist() == [[0.5, 0.5]] and gains["none", 2.0].tolist() == [[-2.5, -2.5]]
+    assert gains["none", 1.0].tolist() == [[0.0, 0.0]] and ("yarn", 2.0) not in gains
+
+
+@pytest.mark.slow
+def test_the_command_writes_rows_tables_and_figure_and_is_resumable(tmp_path, monkeypatch, capfd):
+    pytest.importorskip("gguf")
+    from tests.test_gguf import write_gguf
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    write_documents(tmp_path)
+    write_gguf(tmp_path / "model.gguf", quantisation="Q8_0")
+    monkeypatch.setattr(real, "CORPORA", {"text": "code"})
+    argv = ["real", "--run", "gguf:model.gguf", "--L", "64", "--documents", "3", "--scored-tokens", "32", "--tiny",
+            "none.jsonl", "--out", ".", "data.files=docs/*.txt", "data.holdout=4"]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", argv)
+    real.main()
+    rows = [json.loads(text) for text in Path("real.jsonl").read_text().splitlines()]
+    labels = {*real.METHODS, "window"}
+    assert {(row["label"], row["n"]) for row in rows} == {(label, n) for label in labels for n in (64, 96, 128)}
+    assert all(row["gain"] == 0 for row in rows if row["n"] == 64 and row["label"] in ("none", "window", "pi"))
+    text = Path("real.md").read_text()
+    assert "## Gain by the distance to the antecedent, code" in text and "| 128 | rerope + logn |" in text
+    assert Path("real.png").stat().st_size > 10_000
+    capfd.readouterr()
+    before = {file: file.stat().st_mtime for file in Path("runs").rglob("eval/*.jsonl")}
+    real.main()
+    assert {file: file.stat().st_mtime for file in Path("runs").rglob("eval/*.jsonl")} == before  # nothing measured
+    monkeypatch.setattr(sys, "argv", [*argv[:1], "--runs", "elsewhere", "--minutes", "0", *argv[1:]])
+    with pytest.raises(SystemExit, match="run the same command again to resume"):
+        real.main()
+
+
+def test_without_curves_the_command_says_how_to_measure_them(tmp_path):
+    class Arguments:
+        runs = str(tmp_path)
+
+    with pytest.raises(UserError, match=r"no curves: python -m studies\.real"):
+        real.read_curves(Arguments(), "sympy")
