@@ -80,8 +80,7 @@ class ContextChange:
 
     def reach(self, n: int, last: int, n_layers: int) -> int:
         """How many of n tokens the outputs of the last ones can depend on: each layer sees window - 1 further back."""
-        limited = self.window is not None and not self.sinks
-        return min(n, last + n_layers * (self.window - 1)) if limited else n  # ty: ignore[unsupported-operator]
+        return n if self.window is None or self.sinks else min(n, last + n_layers * (self.window - 1))
 
 
 NO_CHANGE = ContextChange()
