@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import re
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 
+import export
 from conf.errors import UserError
+from engine.run import Run
 from hf import pretrained
 from hf.gguf_file import WORDS, byte_level, open_gguf
 from hf.open import open_checkpoint
 from hf.read import read_checkpoint
 from hf.write import byte_letters
-from tests.helpers import ROOT, run_eval, write_documents
+from tests.helpers import ROOT, run_eval, run_train, write_documents
 from tests.hf_models import biases, logits_of, transformers
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
@@ -273,6 +277,53 @@ def test_a_gguf_file_is_evaluated_like_a_run(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "run: gguf-model.gguf" in out and "weights stored as Q8_0" in out and "trained at ctx 64" in out
     assert len(list(Path("runs/gguf-model.gguf/eval").glob("*.jsonl"))) == 3
+
+
+TEXT = ("data=text", "data.files=docs/*.txt", "data.holdout=2")
+SHORT = ("steps=1", "val_every=1", "val_windows=2", "batch_tokens=256", "micro_tokens=256", "optim=finetune")
+
+
+def test_a_run_that_starts_from_a_checkpoint_is_one_of_ours(tmp_path, monkeypatch, capsys):
+    """With the checkpoint's weights, at a learning rate of almost 0; later it needs neither the file nor the cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    write_documents(tmp_path)
+    write_gguf(tmp_path / "model.gguf")
+    before = open_gguf(tmp_path / "model.gguf")
+    run_train("init=gguf:model.gguf", "name=tuned", "ctx=128", "scaling=pi", *TEXT, *SHORT, "optim.lr=1e-12")
+    out = capsys.readouterr().out
+    assert "from gguf:model.gguf: pre-trained at ctx 64; this run: ctx 128, scaling=pi (factor 2), 256 tokens" in out
+    cfg, weights, _ = read_checkpoint(before, 128)
+    (tmp_path / "model.gguf").unlink()
+    shutil.rmtree(".cache")
+    run_eval("run=tuned", "ctx=[64,128]", "documents=2")
+    run = Run.open("tuned", runs="runs", cache=".cache")
+    state = run.model.state_dict()
+    assert state.keys() == weights.keys() and all(torch.allclose(state[k], weights[k], atol=1e-9) for k in state)
+    assert run.cfg.model == cfg.model and run.cfg.pos == cfg.pos and run.trained_scaling(64).factor == 2.0
+    text = "def f(x):\n    return x"
+    assert run.corpus.encode(text) == before.tokenizer().encode(text, add_special_tokens=False).ids
+    assert (run.context.train_ctx, run.context.longest_trained_ctx) == (64, 128)
+    # Another run starts from it, and it can be exported with its tokenizer
+    run_train("init=tuned", "name=again", "ctx=128", "scaling=pi", *SHORT)
+    monkeypatch.setattr(sys, "argv", ["export.py", "run=again", "out=written"])
+    export.main()
+    theirs = transformers.AutoTokenizer.from_pretrained("written")
+    assert theirs.encode(text) == run.corpus.encode(text)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["pos.base=5"], r"init=gguf:model\.gguf: pos\.base=5 cannot be chosen, it comes from that run"),
+    (["model.width=8"], r"model\.width=8 cannot be chosen"),
+    (["data.tokenizer=bytes"], r"data\.tokenizer=bytes cannot be chosen"),
+])  # fmt: skip
+def test_what_a_checkpoint_fixes_cannot_be_chosen(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_documents(tmp_path)
+    write_gguf(tmp_path / "model.gguf")
+    with pytest.raises(UserError, match=message):
+        run_train("init=gguf:model.gguf", "name=tuned", "ctx=128", *TEXT, *SHORT, *arguments)
+    assert not Path("runs/tuned").exists()
 
 
 @pytest.mark.slow
