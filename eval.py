@@ -55,8 +55,8 @@ def evaluate(cfg: EvalConfig) -> None:
 
     # ---- measure: lengths that have been measured before are read from their files, the others are computed ----
     missing = {m.label: evaluation.missing_lengths(m, cfg.fresh) for m in methods}
-    more_flops = breakdowns.flops if breakdowns else 0
-    with evaluation.running([(m, n) for m in methods for n in missing[m.label]], more_flops):
+    work = [(m, n) for m in methods for n in missing[m.label]]
+    with evaluation.running(work, breakdowns.flops if breakdowns else 0):
         measured = [evaluation.curve(m, cfg.fresh) for m in methods]
         if breakdowns:
             breakdowns.measure()

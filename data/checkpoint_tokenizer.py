@@ -5,10 +5,13 @@ A run that starts from such a checkpoint (init=hf:FOLDER) keeps its tokenizer.js
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
+
+from conf.errors import UserError
 
 NAMES_OF_END = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
@@ -22,8 +25,9 @@ class CheckpointTokenizer:
         self.tokenizer = Tokenizer.from_str(content)
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
+        self.tokenizer.encode_special_tokens = True  # names of control tokens in a text are text
         ids = (self.tokenizer.token_to_id(name) for name in NAMES_OF_END)
-        self.eot_token = next((i for i in ids if i is not None), 0)  # between documents
+        self.eot_token = next((i for i in ids if i is not None and i < n_vocab), -1)  # between documents; -1: none
 
     def encode_ordinary(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -34,13 +38,41 @@ class CheckpointTokenizer:
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
+    def decode_single_token_bytes(self, token: int) -> bytes:
+        """The bytes of one token, which need not be complete characters."""
+        if token in (added := self.tokenizer.get_added_tokens_decoder()):
+            return added[token].content.encode()
+        text = self.tokenizer.id_to_token(token) or ""
+        if self.is_byte_level():
+            letters = {letter: byte for byte, letter in enumerate(byte_letters())}
+            return bytes(letters[letter] for letter in text)
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", text):
+            return bytes([int(text[1:-1], 16)])
+        return text.replace("▁", " ").encode()
+
+    def is_byte_level(self) -> bool:
+        """Whether each character of a token stands for one byte, as in GPT-2's vocabulary."""
+        return "ByteLevel" in json.dumps(json.loads(self.content)["decoder"])
+
+    def check(self, name: str, text: str, ids: Sequence[int], sizes: np.ndarray) -> None:
+        """UserError unless these tokens of a document are in the model's vocabulary and have the bytes of its text.
+
+        sizes: of `token_bytes`. Tokenizers that put a space before the text are some bytes off; ones that normalise or
+        drop characters are refused.
+        """
+        if len(ids) and max(ids) >= self.n_vocab:
+            raise UserError(f"the tokenizer has token {max(ids)}, and the model's vocabulary has {self.n_vocab}")
+        n = len(text.encode())
+        if abs(int(sizes[np.asarray(ids, dtype=np.int64)].sum()) - n) > 1 + n // 1000:
+            raise UserError(f"the tokens of {name} do not add up to the {n} bytes of the text")
+
     def token_bytes(self) -> np.ndarray:
         """The length in bytes of each token's text, int64 [n_vocab], for bits per byte.
 
         In byte-level vocabularies each character of a token stands for one byte. In SentencePiece's, ▁ stands for a
         space, and <0x41> for a single byte.
         """
-        byte_level = "ByteLevel" in json.dumps(json.loads(self.tokenizer.to_str())["decoder"])
+        byte_level = self.is_byte_level()
         sizes = np.zeros(self.n_vocab, dtype=np.int64)
         for token, i in self.tokenizer.get_vocab().items():
             if i >= self.n_vocab:
@@ -64,3 +96,13 @@ class CheckpointTokenizer:
 def load(folder: Path) -> CheckpointTokenizer:
     """The tokenizer that `save` wrote."""
     return CheckpointTokenizer((folder / "tokenizer.json").read_text(), int((folder / "n_vocab.txt").read_text()))
+
+
+def byte_letters() -> list[str]:
+    """The character for each byte 0 .. 255 in byte-level vocabularies, as in GPT-2.
+
+    A printable byte is its Latin-1 character; the others are the characters from code point 256 on.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(b if b in printable else next(others)) for b in range(256)]

@@ -9,7 +9,7 @@ import numpy as np
 
 from conf.errors import UserError
 from data import tokenizer_training
-from data.checkpoint_tokenizer import CheckpointTokenizer
+from data.checkpoint_tokenizer import NAMES_OF_END, CheckpointTokenizer
 from data.corpus import call_corpus, sha256
 from data.near_copies import find_copies
 
@@ -58,6 +58,11 @@ def _write(folder: Path, cfg: dict, documents: list[tuple[str, str]], tokenizer_
         raise UserError(f"data: {n} documents with text: at least 2 are needed, as whole ones are held out")
     if tokenizer_json:
         encoding = CheckpointTokenizer(tokenizer_json, cfg["vocab_size"])
+        if encoding.eot_token < 0:
+            raise UserError(f"the tokenizer has none of the tokens {', '.join(NAMES_OF_END)} to end a document with")
+        sizes = encoding.token_bytes()
+        for name, text in held_out:
+            encoding.check(name, text, encoding.encode_ordinary(text), sizes)
     else:
         encoding = tokenizer_training.build(cfg["tokenizer"], cfg["vocab_size"], (text for _, text in train))
     dtype = np.dtype(np.uint16 if encoding.n_vocab <= 2**16 else np.uint32)

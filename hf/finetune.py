@@ -19,7 +19,7 @@ def inherit(cfg: TrainConfig) -> dict[str, Any]:
     """
     assert cfg.init is not None
     refuse_overrides(cfg, "model", "pos", "attention", r"data\.tokenizer", r"data\.vocab_size")
-    source = open_checkpoint(cfg.init)
+    source = open_checkpoint(cfg.init, "init")
     # Weights, gradients and AdamW's two averages
     theirs, weights, vocab_size = read_checkpoint(source, cfg.ctx, copies=4)
     if theirs.scaling["kind"] != "none":

@@ -5,6 +5,7 @@ hf/families.py read it. The `gguf` package parses the file and dequantises the t
 github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ CONFIG = {
 }
 # Metadata that do not change the logits, or whose values follow from others. Any other key of the architecture is an
 # error that names it.
-HARMLESS = ("rope.dimension_count", "attention.value_length", "rope.scaling.finetuned")
+HARMLESS = ("attention.value_length",)
 SCALING = "rope.scaling."
 ROPE_TYPES = {"none": "default", "linear": "linear", "yarn": "yarn"}
 # module of a layer in the file -> in the checkpoint
@@ -116,7 +117,7 @@ def open_gguf(path: Path) -> Checkpoint:
             for name, info in infos.items()
             if name != ROPE_FREQS
         },
-        tokenizer=lambda: Tokenizer.from_str(json.dumps(content)),
+        tokenizer=functools.partial(build_tokenizer, path, content),
         files=lambda: [path],
         notes=(f"{values.get('general.name', path.stem)}, weights stored as {max(types, key=types.count)}",),
     )
@@ -136,19 +137,25 @@ def read_config(path: Path, arch: str, values: dict[str, Any], infos: dict[str, 
     config["vocab_size"] = len(values.get("tokenizer.ggml.tokens", [])) or None
     config |= {key: of_arch.pop(name) for key, name in CONFIG.items() if name in of_arch}
     config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
-    scaling = {k.removeprefix(SCALING): of_arch.pop(k) for k in [*of_arch] if k.startswith(SCALING)}
+    head_dim = config.get("head_dim") or config.get("hidden_size", 0) // config.get("num_attention_heads", 1)
+    if (rotated := of_arch.pop("rope.dimension_count", head_dim)) != head_dim:
+        raise UserError(f"{path}: {arch}.rope.dimension_count={rotated}: not supported: must be head_dim={head_dim}")
+    scaling = {key: of_arch.pop(f"{SCALING}{key}", None) for key in ("type", "factor", "original_context_length")}
+    of_arch.pop(f"{SCALING}finetuned", None)
     if unknown := [k for k in of_arch if k not in HARMLESS]:
         raise UserError(f"{path}: {arch}.{unknown[0]}={of_arch[unknown[0]]}: not supported, and not ignored either")
     if arch != "qwen2" and "blk.0.attn_q.bias" in infos:
         config["attention_bias"] = True
-    kind = scaling.get("type", "none")
+    kind = scaling["type"] or ("linear" if scaling["factor"] not in (None, 0, 1) else "none")  # as llama.cpp
     if kind not in ROPE_TYPES:
         raise UserError(f"{path}: {arch}.{SCALING}type={kind}: must be {', '.join(ROPE_TYPES)}")
     if kind != "none":
-        original = scaling.get("original_context_length")
-        config["rope_scaling"] = {"rope_type": ROPE_TYPES[kind], "factor": scaling.get("factor"),
+        original = scaling["original_context_length"]
+        config["rope_scaling"] = {"rope_type": ROPE_TYPES[kind], "factor": scaling["factor"],
                                   "original_max_position_embeddings": original}  # fmt: skip
     if ROPE_FREQS in infos:
+        if kind != "none":
+            raise UserError(f"{path}: {ROPE_FREQS} and {arch}.{SCALING}type={kind}: not supported together")
         divisors = [float(x) for x in infos[ROPE_FREQS].data]
         config["rope_scaling"] = {"rope_type": "longrope", "attention_factor": 1.0, "short_factor": divisors,
                                   "long_factor": divisors}  # fmt: skip
@@ -185,7 +192,8 @@ def tokenizer_json(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     shared = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "post_processor": None}
     if kind == "gpt2":
         merges = [merge.split(" ", 1) for merge in values.get("tokenizer.ggml.merges", [])]
-        return {**shared, **byte_level(path, values.get("tokenizer.ggml.pre")), "model": bpe(vocab, merges)}
+        pre = values.get("tokenizer.ggml.pre")
+        return {**shared, **byte_level(path, pre), "model": bpe(vocab, merges, ignore_merges=pre == "llama-bpe")}
     if kind == "llama":
         scores = values.get("tokenizer.ggml.scores")
         if not scores:
@@ -197,10 +205,18 @@ def tokenizer_json(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     raise UserError(f"{path}: tokenizer.ggml.model={kind}: must be gpt2 or llama")
 
 
-def bpe(vocab: dict[str, int], merges: list[list[str]]) -> dict[str, Any]:
+def build_tokenizer(path: Path, content: dict[str, Any]) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(json.dumps(content))
+    except Exception as e:  # the tokenizers package raises Exception itself
+        raise UserError(f"{path}: not a tokenizer ({str(e).splitlines()[0][:80]})") from None
+
+
+def bpe(vocab: dict[str, int], merges: list[list[str]], ignore_merges: bool = False) -> dict[str, Any]:
+    """ignore_merges: a word that is a token becomes this token, even if no merges lead to it."""
     return {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": ignore_merges,
         "vocab": vocab, "merges": merges,
     }  # fmt: skip
 

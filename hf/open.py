@@ -15,7 +15,7 @@ from hf.read import read_checkpoint, read_corpus
 from model import gpt
 
 
-def open_checkpoint(name: str) -> Checkpoint:
+def open_checkpoint(name: str, setting: str = "run") -> Checkpoint:
     """The checkpoint that hf:FOLDER, gguf:FILE or pretrained:NAME names. UserError if there is none."""
     kind, _, rest = name.partition(":")
     if kind == "hf":
@@ -28,7 +28,7 @@ def open_checkpoint(name: str) -> Checkpoint:
         from hf.pretrained import open_pretrained
 
         return open_pretrained(rest)
-    raise UserError(f"run={name}: must be the name of a run, hf:FOLDER, gguf:FILE or pretrained:NAME")
+    raise UserError(f"{setting}={name}: must be the name of a run, hf:FOLDER, gguf:FILE or pretrained:NAME")
 
 
 def open_foreign(cfg: EvalConfig, *, ctx: int, scalings: Sequence[dict], runs: str, device: torch.device) -> Run:

@@ -18,6 +18,7 @@ from torch import Tensor
 from conf.errors import UserError, file_errors
 from conf.registry import describe
 from conf.schema import ModelConfig, TrainConfig
+from data.checkpoint_tokenizer import byte_letters
 from data.corpus import Corpus
 from data.tokenizer import END
 from engine.run import Run
@@ -261,13 +262,3 @@ def tokenizer_json(encoding: tiktoken.Encoding) -> dict:
             "vocab": {spell(token): rank for token, rank in ranks.items()}, "merges": merges,
         },
     }  # fmt: skip
-
-
-def byte_letters() -> list[str]:
-    """The character for each byte 0 .. 255 in byte-level vocabularies, as in GPT-2.
-
-    A printable byte is its Latin-1 character; the others are the characters from code point 256 on.
-    """
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(b if b in printable else next(others)) for b in range(256)]

@@ -84,6 +84,8 @@ class Evaluation:
         self.targets = {n: self._key(identity.copy(), n) for n in self.lengths}
         self.dtype_name = "bfloat16" if devices.uses_bfloat16(device, cfg.dtype) else "float32"
         self.stop, self.bar = StopSignal(), progress_bar(0, hidden=True)
+        # The same on all ranks, which split the windows alike
+        self.pass_tokens = min(distributed.ranks().interleave([devices.tokens_per_pass(device, run.model)]))
 
     # ---- what identifies the targets and a curve ----
 
@@ -141,8 +143,7 @@ class Evaluation:
 
         Counting tokens is not: attention to a long context takes longer than to a short one.
         """
-        m = self.run.cfg.model
-        n = change.reach(shape[1], scored, m.n_layers)
+        n = change.reach(shape[1], scored, (m := self.run.cfg.model).n_layers)
         # A third of those of training; the mask is causal, so a token attends to half of the context
         return shape[0] * n * flops_per_token(12 * m.n_layers * m.width**2, m, min(n, change.window or n) // 2) / 3
 
@@ -174,7 +175,7 @@ class Evaluation:
 
         Computed in passes of several windows; ranks share the passes and all get the complete result.
         """
-        size = max(1, devices.tokens_per_pass(self.device, self.run.model) // piece.tokens.shape[1])
+        size = max(1, self.pass_tokens // piece.tokens.shape[1])
         passes = list(zip(piece.tokens.split(size), piece.targets.split(size), strict=True))
         # The size of a pass does not depend on the number of ranks, so every number equals that of one process
         local = [self.losses(*part, change) for part in passes[distributed.rank() :: distributed.world()]]
@@ -204,10 +205,9 @@ class Evaluation:
             ends = np.cumsum([piece.scored_targets().shape[1] for piece in pieces])[:-1]
             measured = list(zip(pieces, np.split(losses, ends, axis=1), strict=True))
         seconds = round(time.monotonic() - began, 2)
-        rows = []
-        for distance in (None, *sorted({p.distance for p, _ in measured if p.distance is not None})):
-            parts = [(piece, losses) for piece, losses in measured if distance in (None, piece.distance)]
-            rows.append(self.row(method, n, change, parts, distance, seconds))
+        distances = (None, *sorted({p.distance for p, _ in measured if p.distance is not None}))
+        parts = {d: [(p, x) for p, x in measured if d in (None, p.distance)] for d in distances}
+        rows = [self.row(method, n, change, parts[d], d, seconds) for d in distances]
         return rows, np.concatenate([losses for _, losses in measured], axis=1).astype(np.float32)
 
     def change(self, method: Method, n: int) -> ContextChange:
@@ -215,14 +215,14 @@ class Evaluation:
 
     def changes_nothing(self, change: ContextChange, n: int) -> bool:
         """Whether the model computes the same as without scaling at length n, as most methods do up to L."""
-        own = self.run.context.frequencies
-        return change.effect(n, own) == self.change(NONE, n).effect(n, own)
+        return len({c.effect(n, self.run.context.frequencies) for c in (change, self.change(NONE, n))}) == 1
 
     def losses_without_scaling(self, n: int) -> np.ndarray | None:
         """The losses of all targets without scaling, as `measure` returns them, if they are in a file already."""
-        rows = self.measured_rows(NONE).get(n)
-        file = losses_file(self.curve_file(NONE), rows[0]) if rows else None
-        return np.load(file).astype(np.float64) if file and file.exists() else None
+        file = losses_file(self.curve_file(NONE), rows[0]) if (rows := self.measured_rows(NONE).get(n)) else None
+        if distributed.ranks().any_rank(not (file and file.exists())):  # all ranks measure, or none does
+            return None
+        return np.load(file, allow_pickle=False).astype(np.float64)  # ty: ignore[invalid-argument-type]
 
     def row(
         self, method: Method, n: int, change: ContextChange, measured: list[tuple[Piece, np.ndarray]],

@@ -54,7 +54,8 @@ def fuses_gelu(x: Tensor) -> bool:
     There torch's own GELU (tanh) takes three times as long as the matrix product. (Compiled code has a faster one.)
     """
     on_cpu = x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return on_cpu and torch.is_autocast_enabled("cpu") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    on_cpu = on_cpu and torch.backends.mkldnn.is_available() and torch.is_autocast_enabled("cpu")
+    return on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def linear_gelu(x: Tensor, linear: nn.Linear, approximate: str) -> Tensor:

@@ -294,6 +294,9 @@ def report(rows: Rows, old: Rows) -> str:
                         fewer=fewer, old=OLD)]  # fmt: skip
     text += noise_section(encodings, mark)
     text += encodings_section(encodings, mark, L)
+    if not mark and (missing := {*runs_of(old, "encodings")} - {*runs_of(rows, "encodings")}):
+        of_missing = [row for row in old if run_of(row) in missing | {"rope"}]  # rope: to compare them with
+        text += ["", *encodings_section(of_missing, f", those without new rows ({OLD})", L)]
     text += controls_section(encodings, mark, L)
     text += rope_section(scaled, scaled_mark, L)
     text += other_rotary_section(scaled, scaled_mark, L)

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import export
+import sample
 from conf.errors import UserError
+from data.checkpoint_tokenizer import byte_letters
 from engine.run import Run
 from hf import pretrained
 from hf.gguf_file import WORDS, byte_level, open_gguf
 from hf.open import open_checkpoint
 from hf.read import read_checkpoint
-from hf.write import byte_letters
 from tests.helpers import ROOT, run_eval, run_train, write_documents
 from tests.hf_models import biases, logits_of, transformers
 
@@ -304,6 +305,10 @@ def test_a_run_that_starts_from_a_checkpoint_is_one_of_ours(tmp_path, monkeypatc
     text = "def f(x):\n    return x"
     assert run.corpus.encode(text) == before.tokenizer().encode(text, add_special_tokens=False).ids
     assert (run.context.train_ctx, run.context.longest_trained_ctx) == (64, 128)
+    monkeypatch.setattr(sys, "argv", ["sample.py", "run=tuned", "prompt=def ", "tokens=5", "seed=1"])
+    capsys.readouterr()
+    sample.run_main(sample.main)
+    assert capsys.readouterr().out.count("\n") >= 1
     # Another run starts from it, and it can be exported with its tokenizer
     run_train("init=tuned", "name=again", "ctx=128", "scaling=pi", *SHORT)
     monkeypatch.setattr(sys, "argv", ["export.py", "run=again", "out=written"])
