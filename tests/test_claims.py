@@ -247,7 +247,8 @@ def test_claims_go_by_the_context_trained_at():
 def test_pi_against_no_scaling_has_a_verdict_for_every_length():
     lines = claims.pi_section(*committed(), 256)
     verdicts = {float(x.split("|")[1]): x.split("|")[5] for x in lines[1:]}
-    assert {2, 4, 8, 16, 32} <= verdicts.keys() and "PI is better" in verdicts[32]
+    assert {2, 4, 8, 16, 32} <= verdicts.keys()
+    assert all(re.search(r"PI is (better|worse)|undecided \(", text) for text in verdicts.values())
     assert claims.pi_section([], [], 256) == [claims.PI_CURVE]
 
 
