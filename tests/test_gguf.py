@@ -2,140 +2,36 @@
 
 import importlib.util
 import json
-import re
 import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import export
 import sample
 from conf.errors import UserError
-from data.checkpoint_tokenizer import byte_letters
 from engine.run import Run
 from hf import pretrained
 from hf.gguf_file import WORDS, byte_level, open_gguf
 from hf.open import open_checkpoint
 from hf.read import read_checkpoint
+from tests.gguf_files import random_model, write_gguf
 from tests.helpers import ROOT, run_eval, run_train, write_documents
-from tests.hf_models import biases, logits_of, transformers
+from tests.hf_models import logits_of, transformers
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 tokenizers = pytest.importorskip("tokenizers")
 
-L = 64
-SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": L}  # fmt: skip
-CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 TEXTS = [
     "def f(x):\n    return x ** 2  # 12345 times",
     "Ünïcode é and 漢字 \t tabs\r\n",
     "   a  b   c\n\n\n",
     "x=1.5e-3",
 ]
-
-
-def byte_level_vocabulary() -> tuple[list[str], list[str]]:
-    """(tokens, merges): all bytes, and merges of two and three letters."""
-    letters, merges = byte_letters(), []
-    tokens = ["<|endoftext|>", "<|user|>", *letters]
-    space, newline = letters[32], letters[10]
-    pairs = [("r", "e"), ("t", "u"), ("tu", "r"), (space, "a"), (space, space), ("i", "m"), ("im", "e"), ("e", "f"),
-             (newline, space), ("r", "n"), ("1", "2"), (f"{space}{space}", space), ("d", "ef")]  # fmt: skip
-    for a, b in pairs:
-        merges.append(f"{a} {b}")
-        tokens.append(a + b)
-    return tokens, merges
-
-
-def sentencepiece_vocabulary() -> tuple[list[str], list[float], list[int]]:
-    """(tokens, scores, types): <unk>, <s>, </s>, all bytes, and pieces whose scores fall with their number."""
-    tokens, types = ["<unk>", "<s>", "</s>"], [2, 3, 3]
-    tokens += [f"<0x{b:02X}>" for b in range(256)]
-    types += [6] * 256
-    words = "▁ a e i o u d f r t n c x b ▁a ▁b re ▁re tu tur ▁retur ▁return ef def ▁def im ▁▁ ▁▁▁ ti me time ▁t"
-    words = words.split()
-    tokens += words
-    types += [1] * len(words)
-    scores = [0.0] * 259 + [-float(i) for i in range(len(words))]
-    return tokens, scores, types
-
-
-def random_model(arch: str, vocab_size: int = 271, tied: bool = False, **settings: Any) -> torch.nn.Module:
-    settings = {"rope_theta": 5000.0, **settings}
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{CLASSES[arch]}Config")(
-        **SHAPE, vocab_size=vocab_size, initializer_range=0.3, tie_word_embeddings=tied, **settings
-    )
-    return biases(transformers.AutoModelForCausalLM.from_config(config))
-
-
-def write_gguf(
-    path: Path, arch: str = "llama", quantisation: str = "F32", tokenizer: str | None = "gpt2",
-    extra: dict[str, Any] | None = None, drop: tuple[str, ...] = (), tied: bool = False,
-    model: torch.nn.Module | None = None, divisors: np.ndarray | None = None, space_prefix: bool = True,
-) -> None:  # fmt: skip
-    """A random model of transformers as a GGUF file, as llama.cpp's convert_hf_to_gguf.py writes it."""
-    tokens, merges = byte_level_vocabulary()
-    scores, types = None, [3, 3] + [1] * (len(tokens) - 2)
-    if tokenizer == "llama":
-        tokens, scores, types = sentencepiece_vocabulary()
-    model = model or random_model(arch, len(tokens), tied)
-    config = model.config
-    w = gguf.GGUFWriter(path, arch)
-    w.add_block_count(2)
-    w.add_context_length(L)
-    w.add_embedding_length(64)
-    w.add_feed_forward_length(96)
-    w.add_head_count(4)
-    w.add_head_count_kv(2)
-    w.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    w.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if arch == "qwen3":  # transformers does not read it, and takes its default of 128
-        w.add_key_length(128)
-        w.add_value_length(128)
-    for key, value in (extra or {}).items():
-        w.add_float32(key, value) if isinstance(value, float) else w.add_string(key, value)
-    if tokenizer:
-        w.add_tokenizer_model(tokenizer)
-        w.add_token_list(tokens)
-        w.add_token_types(types)
-        if scores:
-            w.add_token_scores(scores)
-            w.add_add_space_prefix(space_prefix)
-        else:
-            w.add_tokenizer_pre("gpt-2")
-            w.add_token_merges(merges)
-        w.add_bos_token_id(1)
-        w.add_eos_token_id(0 if tokenizer == "gpt2" else 2)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], 2)
-    kind = gguf.GGMLQuantizationType[quantisation]
-    for name, x in model.state_dict().items():
-        x = x.clone()
-        if tied and name == "lm_head.weight":
-            continue
-        if arch == "llama" and re.search(r"(q|k)_proj\.weight$", name):
-            heads = 4 if "q_proj" in name else 2
-            x = x.view(heads, 2, -1, x.shape[1]).transpose(1, 2).reshape(x.shape)
-        new = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if new in drop:
-            continue
-        data = x.numpy()
-        if x.dim() == 2 and kind.name != "F32":
-            w.add_tensor(new, gguf.quants.quantize(data, kind), raw_dtype=kind)
-        else:
-            w.add_tensor(new, data)
-    if divisors is not None:
-        w.add_tensor("rope_freqs.weight", divisors)
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
-    w.close()
 
 
 @pytest.mark.parametrize("arch, quantisation, tied", [

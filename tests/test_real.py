@@ -47,7 +47,7 @@ def test_the_gain_of_the_small_model_is_over_its_bar():
 @pytest.mark.slow
 def test_the_command_writes_rows_tables_and_figure_and_is_resumable(tmp_path, monkeypatch, capfd):
     pytest.importorskip("gguf")
-    from tests.test_gguf import write_gguf
+    from tests.gguf_files import write_gguf
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "disabled")
