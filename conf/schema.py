@@ -149,7 +149,7 @@ class TrainConfig(CommonConfig):
     data: dict[str, Any] = field(default_factory=dict)
     exp: str = ""
     attention: Annotated[str, one_of("softmax", "linear")] = "softmax"
-    init: str | None = None  # a trained run whose weights this one starts from
+    init: str | None = None  # a trained run or a foreign checkpoint whose weights this one starts from
     # Set by train.py for a run with init=: name and digest of the parent run (run, weights), and the context and number
     # of tokens of the pre-training (ctx, tokens)
     pretrained: dict[str, Any] = field(default_factory=dict)

@@ -47,7 +47,7 @@ class HeldOut:
     key: str  # identifies the text and its tokens
     vocab_size: int
     held_out: list[Document]  # longest first
-    token_bytes: np.ndarray  # int64 [V]: the length in bytes of each token's text; 0 for END
+    token_bytes: np.ndarray  # int64 [V]: the length in bytes of each token's text
     encode: Callable[[str], list[int]]  # text -> tokens, and back
     decode: Callable[[list[int]], str]
 
@@ -102,7 +102,10 @@ def call_corpus(cfg: dict, function: str) -> Any:
 
 
 def _open(folder: Path, key: str, kind: str) -> Corpus:
-    """The corpus in a folder that `_build` wrote. kind: of the tokenizer. ValueError if a file has changed since."""
+    """The corpus in a folder that data/preparation.py wrote. kind: of the tokenizer.
+
+    ValueError if a file has changed since.
+    """
     meta = json.loads((folder / "meta.json").read_text())
     for name, digest in meta["sha256"].items():
         if sha256(folder / name) != digest:

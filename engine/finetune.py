@@ -56,7 +56,7 @@ def describe(cfg: TrainConfig, factor: float) -> str:
 
 
 def describe_extension(cfg: TrainConfig, context: TrainedContext) -> str:
-    """For the start of an evaluation: how the context of this fine-tuned run was extended."""
+    """For the start of an evaluation: at which contexts this run was pre-trained and fine-tuned."""
     extended, scaling = context.longest_trained_ctx, describe_knobs("scaling", cfg.scaling)
     how = f"extended to {extended} by" if cfg.ctx > context.train_ctx else f"then fine-tuned at ctx {cfg.ctx} with"
     return (

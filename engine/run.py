@@ -1,6 +1,6 @@
 """A trained run as one object: settings, weights, corpus and trained context.
 
-`Run.open` opens a folder runs/NAME that train.py wrote. Hugging Face folders become a Run in hf/read.py.
+`Run.open` opens a folder runs/NAME that train.py wrote. Models from elsewhere become a Run in hf/open.py.
 """
 
 import contextlib

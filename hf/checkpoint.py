@@ -59,7 +59,7 @@ def run_name(prefix: str, path: Path) -> str:
 def open_folder(folder: Path) -> Checkpoint:
     """The Hugging Face checkpoint in a local folder. UserError for anything in it that is missing or damaged."""
     if not folder.is_dir():
-        raise UserError(f"run=hf:{folder}: no such folder; it must be a local Hugging Face checkpoint")
+        raise UserError(f"hf:{folder}: no such folder; it must be a local Hugging Face checkpoint")
     config, path = Config.of_folder(folder), folder / "tokenizer.json"
 
     def tensors() -> dict[str, LazyTensor]:
@@ -104,7 +104,7 @@ def weight_files(folder: Path) -> list[Path]:
         hint = f" ({others[0].name} is not read: it may be an adapter or another format)"
     elif pickles := [*folder.glob("*.bin"), *folder.glob("*.pt")]:
         hint = f" ({pickles[0].name} is a pickle, which is never loaded: convert it)"
-    raise UserError(f"run=hf:{folder}: no model.safetensors there, and no {index.name}{hint}")
+    raise UserError(f"hf:{folder}: no model.safetensors there, and no {index.name}{hint}")
 
 
 def open_tensors(paths: list[Path]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Config:
             if not isinstance(values, dict):
                 raise ValueError("not an object")
         except FileNotFoundError:
-            raise UserError(f"run=hf:{folder}: no Hugging Face checkpoint: it has no config.json") from None
+            raise UserError(f"hf:{folder}: no Hugging Face checkpoint: it has no config.json") from None
         except (OSError, ValueError, RecursionError):
             raise UserError(f"{path}: not a JSON object") from None
         return cls(path, values)

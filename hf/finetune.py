@@ -8,6 +8,7 @@ from engine.finetune import refuse_overrides
 from hf.open import open_checkpoint
 from hf.pretrained import TOKENS
 from hf.read import read_checkpoint
+from hf.rope_types import UnknownContext
 
 
 def inherit(cfg: TrainConfig) -> dict[str, Any]:
@@ -20,8 +21,11 @@ def inherit(cfg: TrainConfig) -> dict[str, Any]:
     assert cfg.init is not None
     refuse_overrides(cfg, "model", "pos", "attention", r"data\.tokenizer", r"data\.vocab_size")
     source = open_checkpoint(cfg.init, "init")
-    # Weights, gradients and AdamW's two averages
-    theirs, weights, vocab_size = read_checkpoint(source, cfg.ctx, copies=4)
+    try:  # copies: weights, gradients and AdamW's two averages
+        theirs, weights, vocab_size = read_checkpoint(source, cfg.ctx, copies=4)
+    except UnknownContext:
+        reason = f"{source.path} does not say at which context it was pre-trained, so it cannot be fine-tuned"
+        raise UserError(f"init={cfg.init}: {reason}") from None
     if theirs.scaling["kind"] != "none":
         raise UserError(f"init={cfg.init}: its config has scaling={theirs.scaling['kind']}, which cannot be continued")
     cfg.model, cfg.pos, cfg.attention = theirs.model, theirs.pos, "softmax"

@@ -79,7 +79,7 @@ def open_gguf(path: Path) -> Checkpoint:
     try:
         import gguf
     except ImportError:
-        raise UserError(f"run=gguf:{path}: needs the gguf package: pip install gguf==0.19.0") from None
+        raise UserError(f"gguf:{path}: needs the gguf package: pip install gguf==0.19.0") from None
     with file_errors(path), path.open("rb") as f:
         if f.read(4) != MAGIC:
             raise UserError(f"{path}: not a GGUF file")

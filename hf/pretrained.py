@@ -38,10 +38,10 @@ TOKENS = {name: package.tokens for name, package in PACKAGES.items()}
 def open_pretrained(name: str) -> Checkpoint:
     """The model with this name. UserError if there is none, or if its package is not installed."""
     if name not in PACKAGES:
-        raise UserError(f"run=pretrained:{name}: must be one of {', '.join(PACKAGES)}")
+        raise UserError(f"pretrained:{name}: must be one of {', '.join(PACKAGES)}")
     package = PACKAGES[name]
     spec = importlib.util.find_spec(package.module)
     file = Path(spec.origin or "").parent / package.file if spec else None
     if file is None or not file.exists():
-        raise UserError(f"run=pretrained:{name}: not installed: {package.install}")
+        raise UserError(f"pretrained:{name}: not installed: {package.install}")
     return replace(open_gguf(file), name=name, notes=package.notes)

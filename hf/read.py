@@ -19,7 +19,8 @@ from data.corpus import Document, HeldOut
 from data.preparation import held_out_texts
 from hf.checkpoint import Checkpoint, LazyTensor, check_memory, open_folder
 from hf.config import Config
-from hf.families import FAMILIES, HEADS, Family, to_ours
+from hf.families import FAMILIES, Family
+from hf.weight_names import HEADS, to_ours
 from model import gpt
 
 # Constants of old checkpoints

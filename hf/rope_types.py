@@ -50,6 +50,10 @@ WRITTEN_AS = {ROPE_TYPES[name].kind: name for name in ("default", "linear", "yar
 # ---- from config.json ----
 
 
+class UnknownContext(UserError):
+    """config.json does not contain the context of the pre-training, and train_ctx= was not given."""
+
+
 class PositionSettings(NamedTuple):
     """The positions that a config.json describes, and the contexts of the model."""
 
@@ -62,7 +66,9 @@ class PositionSettings(NamedTuple):
 def without_rotation(c: Config, pos: dict, L: int | None, train_ctx: int | None) -> PositionSettings:
     """Positions of an encoding without frequencies. L: the context in config.json; train_ctx: that of the command."""
     if L is None and train_ctx is None:
-        raise UserError(f"train_ctx: must be given a value: {c.path} does not contain the context it was trained at")
+        raise UnknownContext(
+            f"train_ctx: must be given a value: {c.path} does not contain the context it was trained at"
+        )
     if None not in (L, train_ctx) and train_ctx != L:
         raise UserError(f"train_ctx={train_ctx}: {c.path} says {L}")
     context = L or train_ctx or 0
@@ -117,35 +123,52 @@ def read_rope(
     rest = dict(parameters)  # what has not been read yet
     types = [rest.pop(name, None) for name in ("rope_type", "type")]
     rope_type = types[0] or types[1] or "default"
+    if rope_type not in list(ROPE_TYPES):  # a list, since it may be unhashable
+        raise c.refuse(f"{key}.rope_type", rope_type, f"not supported: must be one of {', '.join(ROPE_TYPES)}")
+    if not can_scale and rope_type != "default":
+        raise c.refuse(f"{key}.rope_type", rope_type, f"transformers does not scale positions of {c.get('model_type')}")
     if (theta := rest.pop("rope_theta", None)) is not None:
         base = c.check_number(f"{key}.rope_theta", theta, 1)
     if rest.get("partial_rotary_factor") == 1 and not isinstance(rest["partial_rotary_factor"], bool):
         del rest["partial_rotary_factor"]
+    rest.pop("finetuned", None)  # a note in the YaRN authors' files
+
+    L = pretrained_ctx(c, key, rest, rope_type, longest, train_ctx, longrope_ctx)
+    knobs = scaling_knobs(c, key, rest, rope_type, longest, L)
+    if rope_type == "linear":
+        longest = round(L * knobs["factor"])
+    if unread := [name for name, value in rest.items() if value is not None]:
+        raise c.refuse(f"{key}.{unread[0]}", rest[unread[0]], f"not a parameter of rope type {rope_type} that we have")
+    pos = {"kind": "rope", "base": float(base), "interleaved": interleaved, "rotary_fraction": rotary_fraction}
+    return PositionSettings(pos, knobs, L, max(L, longest))
+
+
+def pretrained_ctx(
+    c: Config, key: str, rest: dict, rope_type: str, longest: int, train_ctx: int | None, longrope_ctx: int | None
+) -> int:
+    """L, the context of the pre-training. Takes its key out of `rest`; the other arguments are those of `read_rope`."""
     original = c.optional_count("original_max_position_embeddings")  # transformers prefers this one to the nested one
     if (nested := rest.pop("original_max_position_embeddings", None)) is not None:
         nested = c.check_count(f"{key}.original_max_position_embeddings", nested)
         original = original or nested
     if original is None and rope_type == "longrope":
         original = longrope_ctx
-    if rope_type not in list(ROPE_TYPES):  # a list, since it may be unhashable
-        raise c.refuse(f"{key}.rope_type", rope_type, f"not supported: must be one of {', '.join(ROPE_TYPES)}")
-    if not can_scale and rope_type != "default":
-        raise c.refuse(f"{key}.rope_type", rope_type, f"transformers does not scale positions of {c.get('model_type')}")
-
-    rest.pop("finetuned", None)  # a note in the YaRN authors' files
-
-    # L, the pre-trained context. With the other rope types max_position_embeddings is the extended context.
+    # With the other rope types max_position_embeddings is the extended context
     L = longest if rope_type in ("default", "dynamic") else original
     if L is None and train_ctx is None:
         either = "may be the context it was trained at or the one it was extended to: give the former as train_ctx="
-        raise c.refuse(key, rope_type, f"max_position_embeddings={longest} {either}")
+        raise UnknownContext(str(c.refuse(key, rope_type, f"max_position_embeddings={longest} {either}")))
     if None not in (L, train_ctx) and train_ctx != L:
         raise UserError(f"train_ctx={train_ctx}: {c.path} says {L}")
     L = L or train_ctx
     assert L is not None
     if (original or L) != L:
         raise c.refuse(f"{key}.original_max_position_embeddings", original, f"must be {L}")
+    return L
 
+
+def scaling_knobs(c: Config, key: str, rest: dict, rope_type: str, longest: int, L: int) -> dict[str, Any]:
+    """Kind and knobs of our scaling method. Takes the parameters of the rope type out of `rest`."""
     defaults = DEFAULTS | ({"factor": longest / L} if rope_type in ("longrope", "yarn") else {})
 
     def read(name: str) -> Any:
@@ -157,8 +180,6 @@ def read_rope(
 
     kind, names = ROPE_TYPES[rope_type]
     knobs: dict[str, Any] = {"kind": kind} | {RENAMED.get((kind, name), name): read(name) for name in names}
-    if rope_type == "linear":
-        longest = round(L * knobs["factor"])
     if rope_type == "longrope":
         knobs["factor"] = max(1.0, knobs["factor"])
     if rope_type == "yarn":
@@ -172,10 +193,7 @@ def read_rope(
             knobs["attention_factor"] = (growth * mscale + 1) / (growth * all_dim + 1)
     if knobs.get("attention_factor", 0) is None:
         del knobs["attention_factor"]  # the method computes it from the factor
-    if unread := [name for name, value in rest.items() if value is not None]:
-        raise c.refuse(f"{key}.{unread[0]}", rest[unread[0]], f"not a parameter of rope type {rope_type} that we have")
-    pos = {"kind": "rope", "base": float(base), "interleaved": interleaved, "rotary_fraction": rotary_fraction}
-    return PositionSettings(pos, knobs, L, max(L, longest))
+    return knobs
 
 
 # ---- to config.json ----

@@ -22,8 +22,9 @@ from data.checkpoint_tokenizer import byte_letters
 from data.corpus import Corpus
 from data.tokenizer import END
 from engine.run import Run
-from hf.families import ACTIVATIONS, FAMILIES, from_ours
+from hf.families import ACTIVATIONS, FAMILIES
 from hf.rope_types import rope_parameters
+from hf.weight_names import from_ours
 
 CLASSES = {"llama": "Llama", "arcee": "Arcee", "qwen3": "Qwen3"}  # model_type -> class name prefix
 

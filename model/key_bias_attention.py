@@ -23,7 +23,7 @@ def attend_key_bias(heads: Heads, key_bias: Tensor) -> Tensor:
         rest = rest - columns[-1].to(rest.dtype)
     ones, pad = heads.q.new_ones(B, H, T, 3), heads.q.new_zeros(B, H, T, 5)
     q = torch.cat((heads.q * D**-0.5, ones, pad), dim=-1)  # [B, H, T, D + 8]
-    k, v = repeat_heads(heads.k, H), repeat_heads(heads.v, H)  # each query head has a bias of its own
+    k, v = repeat_heads(heads.k, H), repeat_heads(heads.v, H)  # query heads that share a key have different biases
     k = torch.cat((k, torch.stack(columns, dim=-1), pad), dim=-1)  # [B, H, T, D + 8]
     v = torch.cat((v, heads.q.new_zeros(B, H, T, 8)), dim=-1)  # the fused kernel wants one width for all
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)[..., :D]

@@ -286,8 +286,10 @@ def main() -> None:
             print(f"{name}: no rows yet")
             continue
         for suffix in ("png", "svg"):
-            path = Path(args.out) / f"{name}.{suffix}"
-            plots.save(draw(rows), path)
+            path, fig = Path(args.out) / f"{name}.{suffix}", draw(rows)
+            if rows is files[1] and files[0]:  # else all figures are of the same targets
+                fig.text(0, -0.02, "earlier targets: the last 64 tokens of each document", fontsize=9, color="#666666")
+            plots.save(fig, path)
             print(path)
 
 

@@ -9,6 +9,7 @@ lengths are kept. Its evaluations are those of eval.py, in child processes.
 import argparse
 import itertools
 import json
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,8 @@ import numpy as np
 from conf.errors import UserError, user_errors_in_one_line
 from conf.registry import ROOT
 from engine.checkpoint import write_atomically
+from hf.open import open_checkpoint
+from hf.read import read_settings
 from measure.curves import Curve, Row, better_control, read_curve, write_jsonl
 from measure.mixed_effects import Estimate, estimate
 from studies.matrix import Stopped, commit, run_script
@@ -48,7 +51,7 @@ Intervals are 95 %, over documents: there is one such model, so they do not cove
 def measure(args: argparse.Namespace) -> None:
     """Evaluate all methods on both corpora, in child processes. Stopped past the deadline."""
     deadline = time.monotonic() + 60 * args.minutes
-    lengths = [round(f * args.L) for f in FACTORS]
+    lengths = [round(f * trained_context(args.run)) for f in FACTORS]
     for corpus, sweep in itertools.product(CORPORA, SWEEPS):
         print(f"\n=== {corpus}: {' '.join(sweep)} ===", flush=True)
         command = ["eval.py", "-m", f"run={args.run}", f"runs={folder(args, corpus)}", f"data={corpus}",
@@ -58,24 +61,30 @@ def measure(args: argparse.Namespace) -> None:
         run_script([*command, *args.overrides], deadline)
 
 
+def trained_context(run: str) -> int:
+    """L of the model, tokens. UserError if there is no such model."""
+    cfg, _, _ = read_settings(open_checkpoint(run).config, ctx=1, train_ctx=None)
+    return cfg.pretrained.get("ctx", cfg.ctx)
+
+
 def folder(args: argparse.Namespace, corpus: str) -> Path:
-    return Path(args.runs) / corpus
+    """Where the curves of these settings are: other models, documents or texts have folders of their own."""
+    settings = " ".join([args.run, f"{args.documents}x{args.scored_tokens}", *args.overrides])
+    return Path(args.runs) / re.sub(r"[^A-Za-z0-9.]+", "-", settings) / corpus
 
 
 def read_curves(args: argparse.Namespace, corpus: str) -> dict[str, Curve]:
-    """label -> its curve on the texts of the newest evaluation. UserError if there is none."""
-    files = sorted(folder(args, corpus).glob("*/eval/*.jsonl"), key=lambda file: file.stat().st_mtime)
+    """label -> its curve. UserError if there is none."""
+    files = sorted(folder(args, corpus).glob("*/eval/*.jsonl"))
     if not files:
         raise UserError(f"{folder(args, corpus)}: no curves: python -m studies.real measures them")
     curves = [read_curve(file) for file in files]
-    texts = curves[-1].first.texts
-    on_texts = [Curve([row for row in curve.rows if row.texts == texts], curve.written) for curve in curves]
-    return {curve.label: curve for curve in on_texts if curve.rows}
+    return {curve.label: curve for curve in curves}
 
 
 def antecedents(args: argparse.Namespace, corpus: str) -> dict[str, list[dict[str, Any]]]:
     """label -> the rows of its gains by the distance to the antecedent."""
-    files = sorted(folder(args, corpus).glob("*/eval/groups/antecedent-*.jsonl"), key=lambda file: file.stat().st_mtime)
+    files = sorted(folder(args, corpus).glob("*/eval/groups/antecedent-*.jsonl"))
     groups = [[json.loads(text) for text in file.read_text().splitlines()] for file in files]
     return {rows[0]["label"]: rows for rows in groups}
 
@@ -155,7 +164,8 @@ def tables(args: argparse.Namespace, curves: dict[str, dict[str, Curve]], tiny: 
     first = next(iter(curves.values()))["none"].first
     counts = {corpus: of_corpus["none"].first.documents for corpus, of_corpus in curves.items()}
     documents = " and ".join(f"{count} of {CORPORA[corpus]}" for corpus, count in counts.items())
-    lines = [HEAD.format(name=first.run, notes=args.notes, L=first.train_ctx, tokens=args.scored_tokens,
+    notes = "; ".join(open_checkpoint(args.run).notes)
+    lines = [HEAD.format(name=first.run, notes=notes, L=first.train_ctx, tokens=args.scored_tokens,
                          documents=documents)]  # fmt: skip
     for corpus, text in CORPORA.items():
         none = curves[corpus]["none"].by_length()
@@ -255,9 +265,6 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--run", default="pretrained:smollm2", help="the model: pretrained:NAME, gguf:FILE, hf:FOLDER")
-    parser.add_argument("--L", type=int, default=8192, help="its trained context, tokens")
-    parser.add_argument("--notes", default="135 million parameters, 4-bit weights, tuned to follow instructions, and "
-                        "probably trained on both texts", help="what the tables say about it")  # fmt: skip
     parser.add_argument("--documents", type=int, default=6, help="of each corpus")
     parser.add_argument("--scored-tokens", type=int, default=512, help="of each document")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time; resumable")

