@@ -9,6 +9,12 @@ that does not beat the better control has not extended the context.
 Finished lengths are kept in files under runs/NAME/eval and are not measured again.
 """
 
+if __name__ == "__main__":  # before the imports: torch takes seconds
+    from conf.command_line import answer_early
+
+    answer_early("eval")
+
+
 import importlib
 from dataclasses import asdict
 
@@ -16,7 +22,7 @@ import hydra
 from omegaconf import DictConfig
 
 from conf.eval_schema import EvalConfig, eval_config
-from conf.hydra_patches import exp_selects_runs, run_main, sweep_job
+from conf.hydra_patches import exp_sets_evaluation, run_main, sweep_job
 from engine import device as devices, distributed
 from engine.run import Run
 from engine.tracking import tracker
@@ -89,6 +95,8 @@ def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:
         print(line)
     task, documents = evaluation.task, len(evaluation.task.names)
     print(f"targets: {task.describe()}" + ("" if task.accuracy else f" of {documents} held-out documents"))
+    if run.validation and not task.accuracy:
+        print("note: other targets than those of the training's validation, which scores all positions of its windows")
     if documents < 24:
         print(f"note: there are only {documents} documents or examples for ctx={evaluation.ctx}: wide intervals")
 
@@ -108,4 +116,4 @@ def log_to_wandb(project: str, run: Run, method: Method, curve: Curve, bars: dic
 
 
 if __name__ == "__main__":
-    run_main(main, exp_selects_runs)
+    run_main(main, exp_sets_evaluation)

@@ -35,6 +35,8 @@ def main() -> None:
 
     UserError if the folder exists or the run cannot be expressed.
     """
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        return print(__doc__)
     settings = parse(sys.argv[1:])
     out = Path(settings["out"])
     if out.exists():  # before the corpus is prepared

@@ -5,6 +5,12 @@ full forward pass at that length, also where the scaling changes with the length
 text goes to stdout, everything else to stderr.
 """
 
+if __name__ == "__main__":  # before the imports: torch takes seconds
+    from conf.command_line import answer_early
+
+    answer_early("sample")
+
+
 import codecs
 import re
 import sys

@@ -6,12 +6,20 @@ The run is the folder runs/NAME with config.json and ckpt.pt. The loss is in nat
 code runs in every process; engine/distributed.py has the calls between them, and with one process they do nothing.
 """
 
+if __name__ == "__main__":  # before the imports: torch takes seconds
+    from conf.command_line import answer_early
+
+    answer_early("train")
+
+
 import importlib
 import math
+import shlex
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +117,7 @@ def train(cfg: TrainConfig) -> None:
         StopSignal() as stop,
         ranks.exit_if_a_rank_dies(stop),
         tracker(cfg.project, "train", cfg.name, cfg.name, config, "train/step") as log,
-        progress_bar(cfg.steps * cfg.batch_tokens, done=start * cfg.batch_tokens) as bar,
+        progress_bar(cfg.steps, "step {n_fmt} of {total_fmt}, {elapsed}", done=start) as bar,
     ):
         result: dict[str, float] = {}  # of the last validation
         # A running sum of losses and gradient norms on the device: it is not finite from the first bad value on, so
@@ -126,7 +134,7 @@ def train(cfg: TrainConfig) -> None:
             batches = training_batches(cfg, corpus, step, local, device)
             loss, norm = optimizer_step(cfg, model, losses, optimizer, batches, lr, change)
             health += loss + norm
-            bar.update(cfg.batch_tokens)
+            bar.update()
 
             # ---- after the step: log, validate and save at their intervals, and always after the last step ----
             done, last = step + 1, step + 1 == cfg.steps
@@ -138,9 +146,7 @@ def train(cfg: TrainConfig) -> None:
                 point = {"loss": ranks.mean(loss).item(), "lr": lr, **throughput.measure(done),
                          "grad_norm": norm.item(), "tokens": done * cfg.batch_tokens}  # fmt: skip
                 log_point(log, done, point)
-                mfu = f"{point['mfu']:.1%}" if "mfu" in point else "n/a"
-                speed = f"{point['tokens_per_s']:,.0f} tok/s, MFU {mfu}"
-                bar.set_postfix_str(f"loss {point['loss']:.3f}, {speed}", refresh=False)
+                bar.set_postfix_str(describe_point(point, (cfg.steps - done) * cfg.batch_tokens), refresh=False)
             if (saving or logging) and not torch.isfinite(ranks.mean(health)):
                 last_save = f"{folder}/ckpt.pt has step {saved}" if saved else "nothing was saved yet"
                 lower = f"try optim.lr below {cfg.optim.lr}"
@@ -168,9 +174,11 @@ def train(cfg: TrainConfig) -> None:
     print(f"in window (ctx {cfg.ctx}), held out: {describe_validation(result)}")
     if cfg.init:
         print(f"fine-tuning took {finetune.describe_cost(cfg)}")
-    longest = min(8192, model.pos.max_positions or 8192)
-    scaling = "none" if model.pos.inv_freq is None or cfg.init else "ntk"
-    print(f"next: python eval.py run={cfg.name} ctx={longest} scaling={scaling}")
+    longest = min(max(8192, 2 * cfg.ctx) if cfg.ctx >= 256 else 16 * cfg.ctx, model.pos.max_positions or math.inf)
+    scaling = "none" if model.pos.inv_freq is None or cfg.init else "ntk" if cfg.ctx >= 256 else "yarn"
+    folders = [f"{k}={getattr(cfg, k)}" for k in ("runs", "cache") if getattr(cfg, k) != getattr(TrainConfig, k)]
+    settings = [f"run={cfg.name}", f"ctx={longest}", f"scaling={scaling}", *folders]
+    print(f"next: python eval.py {shlex.join(settings)}")
 
 
 def check_settings(cfg: TrainConfig) -> None:
@@ -245,6 +253,13 @@ def optimizer_step(
 def log_point(log: Any, step: int, values: dict[str, float]) -> None:
     """Log values as train/NAME at this step. log: the wandb run that `tracker` opened."""
     log.log({"train/step": step, **{f"train/{name}": value for name, value in values.items()}})
+
+
+def describe_point(point: dict[str, float], tokens_left: int) -> str:
+    """For the progress bar: loss, speed since the last point, and at this speed the time left."""
+    mfu = f", MFU {point['mfu']:.1%}" if "mfu" in point else ""
+    left = timedelta(seconds=round(tokens_left / point["tokens_per_s"]))
+    return f"loss {point['loss']:.3f}, {point['tokens_per_s']:,.0f} tokens/s{mfu}, {left} left"
 
 
 def print_start(cfg: TrainConfig, folder: Path, model: gpt.GPT, device: torch.device, start: int) -> None:

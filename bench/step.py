@@ -119,6 +119,8 @@ def our_step(cfg: TrainConfig, compiled: bool) -> Callable[[], None]:
 
 
 def main() -> None:
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        return print(__doc__)
     cfg = train_settings(*sys.argv[1:])
     steps = {
         "nanoGPT's step, float32": peer_step(cfg),

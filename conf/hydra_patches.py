@@ -7,7 +7,8 @@
 3. In a sweep (-m) an exception ends all jobs that follow. `sweep_job` returns the failure instead, and `run_main` lists
    the failed jobs at the end (conf/sweeps.py). To delete when Hydra's basic launcher continues after a failed job.
 4. `run_main` can rewrite arguments before Hydra parses them. `exp=NAME` is a config group of train.py, so eval.py and
-   sample.py cannot have a plain setting of that name (`exp_selects_runs`). sample.py quotes its prompt.
+   sample.py cannot have a plain setting of that name (`exp_selects_runs`, `exp_sets_evaluation`). sample.py quotes its
+   prompt.
 5. hydra-core 1.4 warns of `version_base`, without which 1.3 warns. To delete, with the argument, with 1.3.
 """
 
@@ -16,6 +17,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hydra._internal import utils as hydra_utils
@@ -25,6 +27,7 @@ from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.errors import UserError, user_errors_in_one_line
+from conf.registry import choices
 
 warnings.filterwarnings("ignore", "The version_base parameter is deprecated")  # by 1.4; 1.3 needs it
 
@@ -33,6 +36,11 @@ def hydra_message(e: BaseException) -> str:
     """The message of a Hydra or OmegaConf error in one line, without key types, search paths and links."""
     text = str(e) if e.__cause__ is None or not isinstance(e, HydraException) else f"{e}: {e.__cause__}"
     unwanted = "full_key|object_type|reference_type|Set the environment variable HYDRA_FULL_ERROR|See https?://"
+    if wrong := re.search(r"Could not (?:override|find) '([\w.]+)(?:/(\w+))?'", text):
+        from conf.help import explain
+
+        config = re.search(r"In '(\w+)'", text)
+        return explain(config[1] if config else Path(sys.argv[0]).stem, wrong[1], wrong[2] or "")
     text = re.sub(rf"\n\s*({unwanted})[^\n]*|(?s:\s*Config search path:.*)", "", text)
     return re.sub(r"\s+", " ", text.replace("\n\t", ", ").replace(":, ", ": ")).strip()
 
@@ -94,3 +102,9 @@ def run_main(main: Callable[[], None], *rewrites: Callable[[str], str]) -> None:
 def exp_selects_runs(argument: str) -> str:
     """exp=NAME -> trained_with=NAME, which opens only runs that were trained with that experiment (see 4. above)."""
     return f"trained_with={argument[4:]}" if argument.startswith("exp=") else argument
+
+
+def exp_sets_evaluation(argument: str) -> str:
+    """exp=NAME -> eval_exp=NAME where conf/eval_exp/NAME.yaml has settings for evaluating such runs."""
+    name = argument.removeprefix("exp=")
+    return f"eval_exp={name}" if name != argument and name in choices("eval_exp") else exp_selects_runs(argument)

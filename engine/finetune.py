@@ -71,5 +71,7 @@ def describe_cost(cfg: TrainConfig) -> str:
     The share makes toy and full scale comparable: few steps can be a large part of a short pre-training.
     """
     tokens, before = cfg.steps * cfg.batch_tokens, cfg.pretrained["tokens"]
-    share = f", {100 * tokens / before:.2g} % of the pre-training's {before:,}" if before else ""
-    return f"{tokens:,} tokens{share}"
+    if not before:
+        return f"{tokens:,} tokens"
+    percent = 100 * tokens / before
+    return f"{tokens:,} tokens, {percent:{'.2g' if percent < 1 else ',.0f'}} % of the pre-training's {before:,}"

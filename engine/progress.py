@@ -7,12 +7,26 @@ from tqdm import tqdm
 from engine import distributed
 
 
-def progress_bar(total: float, done: int = 0, hidden: bool = False, unit: str = "tok") -> tqdm:
-    """A progress bar that counts tokens or another unit, on rank 0 only; in a log file it prints a line every 15 s.
+class Lines:
+    """Standard error that is no terminal: what would overwrite the bar is printed as a line of its own."""
 
-    total, done: units; what an earlier part of the run has done. hidden: print nothing.
+    def write(self, text: str) -> None:
+        if text.strip():
+            print(text.strip(), file=sys.stderr)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def progress_bar(total: float, show: str, done: int = 0, hidden: bool = False) -> tqdm:
+    """A progress bar on a terminal, and a line every 15 s in a log file; on rank 0 only.
+
+    total, done: units; what an earlier part of the run has done. show: what stands after the percentage, in the fields
+    of tqdm's bar_format. hidden: print nothing.
     """
+    terminal = sys.stderr.isatty()
     return tqdm(
-        total=total, initial=done, unit=unit, unit_scale=True, dynamic_ncols=True,
-        mininterval=0.5 if sys.stderr.isatty() else 15, disable=hidden or distributed.rank() > 0,
+        total=total, initial=done, dynamic_ncols=terminal, disable=hidden or distributed.rank() > 0,
+        file=None if terminal else Lines(), mininterval=0.5 if terminal else 15,
+        bar_format="{percentage:3.0f}%" + ("|{bar}| " if terminal else " ") + show + "{postfix}",
     )  # fmt: skip

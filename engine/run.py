@@ -133,7 +133,8 @@ def pick_run(
         check_fits(found[name], gpt.build_encoding(found[name]), ctx, scalings)
         return name, "as named"
     skipped = []
-    for candidate, cfg in ((name, cfg) for name, cfg in found.items() if exp in (None, cfg.exp)):
+    fit = [(name, cfg) for name, cfg in found.items() if exp in (None, cfg.exp)]
+    for candidate, cfg in sorted(fit, key=lambda item: item[1].exp == "smoke"):  # which learn nothing: the last choice
         try:
             check_fits(cfg, gpt.build_encoding(cfg), ctx, scalings)
             return candidate, "the newest that fits" + (f"; skipped {'; '.join(skipped)}" if skipped else "")

@@ -83,7 +83,7 @@ class Evaluation:
         self.texts = identity.hexdigest()[:12]
         self.targets = {n: self._key(identity.copy(), n) for n in self.lengths}
         self.dtype_name = "bfloat16" if devices.uses_bfloat16(device, cfg.dtype) else "float32"
-        self.stop, self.bar = StopSignal(), progress_bar(0, hidden=True)
+        self.stop, self.bar = StopSignal(), progress_bar(0, "", hidden=True)
         # The same on all ranks, which split the windows alike
         self.pass_tokens = min(distributed.ranks().interleave([devices.tokens_per_pass(device, run.model)]))
 
@@ -134,7 +134,7 @@ class Evaluation:
         pieces = [(piece, self.change(m, n)) for m, n in computed for piece in self.task.pieces(n)]
         flops = more_flops + sum(self.flops(p.tokens.shape, p.targets.shape[1], c) for p, c in pieces)
         no_deadlock = distributed.ranks().exit_if_a_rank_dies
-        self.bar = progress_bar(flops, hidden=not flops, unit="FLOP")
+        self.bar = progress_bar(flops, "{elapsed}, {remaining} left", hidden=not flops)
         with closing(self.bar), StopSignal() as self.stop, no_deadlock(self.stop), torch.inference_mode():
             yield
 

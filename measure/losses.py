@@ -36,7 +36,9 @@ def print_curves(task: Task, none: Curve, window: Curve, *others: Curve) -> None
     if len({len(row.windows) for row in none.rows}) > 1:
         print("long lengths score fewer windows: their losses are those at L plus the difference on these windows")
     if requested.rows[-1].n > extended and requested.label != "window":
-        print("\n" + verdict(requested.rows[-1], bars[-1]))
+        lowest, guess = min(row.loss for row in none.rows), task.guess
+        untrained = f"no verdict: the lowest loss is {lowest:.2f} nats/token, and that of a random guess {guess:.2f}"
+        print("\n" + (untrained if lowest > 0.85 * guess else verdict(requested.rows[-1], bars[-1])))
     inside = [i for i, row in enumerate(requested.rows) if row.n <= L]
     if inside and requested.label not in ("none", "window"):
         print(tax(requested.rows[inside[-1]], none.rows[inside[-1]]))

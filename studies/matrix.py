@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from conf.errors import UserError, check, user_errors_in_one_line
+from conf.errors import UserError, user_errors_in_one_line
 from conf.registry import ROOT, choices, yaml_values
 from engine.checkpoint import write_atomically
 from engine.device import autocast
@@ -25,7 +25,7 @@ from measure.curves import controls, read_curve, select
 from measure.statistics import gain
 from measure.tasks.matched import NEAR, Matched
 from model.scaling import resolve
-from studies.plan import MAIN_METHODS, SIZES, Job, Size, minutes, parse_seeds, planned_jobs, select_jobs
+from studies.plan import MAIN_METHODS, Job, Size, load_size, minutes, parse_seeds, planned_jobs, select_jobs
 from studies.rows import Rows, read_rows
 
 CACHE = ".cache"  # of the corpora: the default of train.py and eval.py
@@ -204,8 +204,7 @@ def commit() -> str:
 def main() -> None:
     """Run all jobs that have no rows yet. The file of rows is written after each job, so no finished job is lost."""
     args = parse_arguments()
-    check(args.size in SIZES, "size", args.size, f"one of {', '.join(SIZES)}")
-    size = SIZES[args.size]
+    size = load_size(args.size)
     runs = args.runs or f"runs/matrix-{args.size}"
     out = Path(args.out or f"results/matrix{'' if args.size == 'default' else '-' + args.size}.jsonl")
     jobs = select_jobs(planned_jobs(size, parse_seeds(args.seeds) if args.seeds else size.seeds), args.only)
@@ -232,7 +231,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("size", nargs="?", default="default", help=", ".join(SIZES))
+    parser.add_argument("size", nargs="?", default="default", help=", ".join(choices("study")))
     parser.add_argument("--seeds", help="such as 0 or 0,1,2; without it, those of the size")
     parser.add_argument("--only", help="parts (encodings, base, finetune) or names of jobs: rope-s0,base100-s0")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="save and stop after this time")

@@ -1,10 +1,13 @@
 """The plan of the study: its sizes, and the training and evaluation of each run (a job)."""
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
+from conf.compose import train_settings
 from conf.errors import check
-from conf.registry import choices, yaml_values
+from conf.registry import build_from_knobs, choices, yaml_values
+from conf.schema import TrainConfig
 from measure.tasks.matched import NEAR
 
 BASES = (100, 500, 1000, 100_000, 1_000_000)  # besides the default of 10000
@@ -15,13 +18,10 @@ MAIN_METHODS = ("pi", "ntk", "yarn", "rerope", "logn")  # evaluated at all lengt
 
 @dataclass(frozen=True)
 class Size:
-    """The study at one size of model and corpus."""
+    """The study at one size of model and corpus, from conf/study/NAME.yaml."""
 
-    L: int  # the trained context, tokens
-    steps: int  # of pre-training
-    batch_tokens: int
-    lengths: tuple[int, ...]  # evaluated; past NEAR only with MAIN_METHODS
-    train: tuple[str, ...] = ()  # overrides of train.py
+    lengths: tuple[int, ...]  # evaluated, tokens; past NEAR only with MAIN_METHODS
+    train: tuple[str, ...] = ()  # overrides of train.py: conf/exp/NAME.yaml has the settings of the training
     documents: int = 32  # evaluated
     scored_tokens: int = 64  # at the end of each window
     windows: int = 8  # of each document
@@ -33,53 +33,23 @@ class Size:
     eval_rate: float = 30_000  # tokens/s
     start_seconds: float = 30  # to start and compile
 
+    @functools.cached_property
+    def training(self) -> TrainConfig:
+        """The settings of the pre-training."""
+        return train_settings(*self.train)
 
-SIZES = {
-    "default": Size(
-        L=256,
-        steps=2600,
-        batch_tokens=2048,
-        lengths=(128, 256, 288, 320, 384, 448, 512, 1024, 2048, 4096, 8192),
-        seeds=(0, 1, 2),
-    ),
-    "quick": Size(
-        L=64,
-        steps=500,
-        batch_tokens=2048,
-        lengths=(32, 64, 80, 96, 128, 256, 512),
-        train=("ctx=64", "steps=500", "optim.warmup=20", "val_every=500", "val_windows=32", "model.n_layers=2",
-               "model.n_heads=2", "model.width=128", "data.vocab_size=512"),
-        documents=8,
-        scored_tokens=32,
-        finetune=(10, 40),
-        train_rate=70_000,
-        eval_rate=60_000,
-        start_seconds=10,
-    ),
-    "smoke": Size(
-        L=64,
-        steps=20,
-        batch_tokens=512,
-        lengths=(32, 64, 128, 256),
-        train=("exp=smoke", "steps=20", "model.n_layers=1", "val_every=20", "val_windows=8"),
-        documents=4,
-        scored_tokens=32,
-        finetune=(5, 10),
-        train_rate=30_000,
-        eval_rate=30_000,
-        start_seconds=20,
-    ),
-    "h200": Size(
-        L=512,
-        steps=200,
-        batch_tokens=65_536,
-        lengths=(256, 512, 1024, 2048, 4096, 8192, 16384),
-        train=("exp=h200",),
-        finetune=(10, 20),
-        train_rate=1_000_000,
-        eval_rate=1_000_000,
-    ),
-}  # fmt: skip
+    @property
+    def L(self) -> int:
+        """The trained context, tokens."""
+        return self.training.ctx
+
+
+def load_size(name: str) -> Size:
+    """The size with this name. UserError if there is none."""
+    check(name in choices("study"), "size", name, f"one of {', '.join(choices('study'))}")
+    values = yaml_values("study", name)
+    knobs = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return build_from_knobs(Size, knobs, "study")
 
 
 # ---- the plan ----
@@ -119,7 +89,7 @@ def encoding_jobs(size: Size, seed: int, first: bool) -> list[Job]:
         # All methods are evaluated on rope, with all seeds. On the other encodings the results are similar, so there
         # the main methods with the first seed are enough
         scalings = "all" if pos == "rope" else "main" if first else "controls"
-        jobs.append(Job("encodings", f"{pos}-s{seed}", seed, train, size.steps, size.lengths, scalings))
+        jobs.append(Job("encodings", f"{pos}-s{seed}", seed, train, size.training.steps, size.lengths, scalings))
     return jobs
 
 
@@ -138,11 +108,15 @@ def finetune_jobs(size: Size, seed: int) -> list[Job]:
         for method in EXTENSIONS:
             settings = (f"ctx={target}", f"scaling={method}", f"steps={steps}", f"seed={seed}", "val_windows=64")
             train = (*exp, f"init=rope-s{seed}", *settings, *optim)
-            columns = {"method": method, "finetune_steps": steps, "percent": round(100 * steps / size.steps, 2)}
+            columns = {
+                "method": method,
+                "finetune_steps": steps,
+                "percent": round(100 * steps / size.training.steps, 2),
+            }
             name = f"{method}-{steps}-s{seed}"
             jobs.append(Job("finetune", name, seed, train, steps, lengths, columns=columns))
     # From scratch with as many steps as pre-training and the longest fine-tuning have together
-    steps = size.steps + max(size.finetune)
+    steps = size.training.steps + max(size.finetune)
     train = ("pos=rope", *size.train, f"seed={seed}", f"ctx={target}", f"steps={steps}")
     columns = {"method": "from scratch", "finetune_steps": 0, "percent": 0}
     jobs.append(Job("finetune", f"scratch-{target}-s{seed}", seed, train, steps, lengths, columns=columns))
@@ -155,7 +129,7 @@ def base_jobs(size: Size, seed: int) -> list[Job]:
     for base in BASES:
         train = ("pos=rope", f"pos.base={base}", *size.train, f"seed={seed}")
         name = f"base{base}-s{seed}"
-        jobs.append(Job("base", name, seed, train, size.steps, size.lengths, columns={"base": base}))
+        jobs.append(Job("base", name, seed, train, size.training.steps, size.lengths, columns={"base": base}))
     return jobs
 
 
@@ -166,7 +140,9 @@ def minutes(job: Job, size: Size) -> float:
     far = min(curves, 2 + len(MAIN_METHODS)) * size.far_windows * sum(n for n in job.lengths if n > NEAR)
     near = curves * size.windows * sum(n for n in job.lengths if n <= NEAR)
     eval_tokens = size.documents * (near + far)
-    seconds = job.steps * size.batch_tokens / size.train_rate + eval_tokens / size.eval_rate + size.start_seconds
+    seconds = (
+        job.steps * size.training.batch_tokens / size.train_rate + eval_tokens / size.eval_rate + size.start_seconds
+    )
     return seconds / 60
 
 

@@ -203,7 +203,7 @@ def test_margins_depend_on_the_length_and_on_the_runs():
 
 
 def test_every_claim_names_rows_that_the_plan_makes():
-    size = plan.SIZES["default"]
+    size = plan.load_size("default")
     jobs = {job.name.rpartition("-s")[0]: job for job in plan.planned_jobs(size, size.seeds)}
     for claim in CLAIMS:
         assert claim.source and claim.reported and claim.checks

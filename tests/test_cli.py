@@ -19,7 +19,7 @@ import eval as evaluation
 import sample
 import train
 from conf.errors import UserError
-from conf.hydra_patches import exp_selects_runs, run_main
+from conf.hydra_patches import exp_selects_runs, exp_sets_evaluation, run_main
 from tests.helpers import ROOT, command, error_of, one_line_error, run_eval, run_train, train_smoke_runs
 
 SMOKE = ["exp=smoke", "name=x"]
@@ -30,7 +30,7 @@ def run_train_command() -> None:
 
 
 def run_eval_command() -> None:
-    run_main(evaluation.main, exp_selects_runs)
+    run_main(evaluation.main, exp_sets_evaluation)
 
 
 def run_sample_command() -> None:
@@ -41,11 +41,13 @@ def run_sample_command() -> None:
 @pytest.mark.parametrize(
     "argv, right",
     [
-        (["pos=rop"], r"Could not find 'pos/rop'.* Available options in 'pos': alibi, learned, none, rope,"),
-        (["model=huge"], r"Could not find 'model/huge'.* gpt2, gptj, llama, nano, neox, qwen3, tiny"),
-        (["data=books1"], r"Could not find 'data/books1'.* sympy, text"),
-        (["stepz=3"], r"stepz"),
-        (["pos.bass=3"], r"bass"),
+        (["pos=rop"], r"^error: pos=rop: must be one of alibi, learned, none, rope, .*; did you mean rope\?$"),
+        (["model=huge"], r"model=huge: must be one of gpt2, gptj, llama, nano, neox, qwen3, tiny$"),
+        (["data=books1"], r"data=books1: must be one of .* sympy, text, tracking; did you mean books\?$"),
+        (["stepz=3"], r"stepz: no such setting of train\.py: did you mean steps\?"),
+        (["pos.bass=3"], r"pos\.bass: no such setting of train\.py: did you mean pos\.base\?"),
+        (["pos=alibi", "pos.base=3"], r"pos\.base: no such setting of train\.py; python train\.py --help lists all"),
+        (["lr=3e-4"], r"lr: no such setting of train\.py: did you mean optim\.lr\?"),
         (["+foo=1"], r"foo"),
         (["a b="], r"a b="),
         (["ctx=abc"], r"ctx.*abc.*Integer|abc.*Integer"),
@@ -119,8 +121,8 @@ def one_line(run: Callable[[], None]) -> str:
 @pytest.mark.parametrize(
     "argv, right",
     [
-        (["scaling=ntkk"], r"Could not find 'scaling/ntkk'.* dynamic_ntk, .*none, ntk, .*pi, .*yarn"),
-        (["task=passkey"], r"Could not find 'task/passkey'.* matched, .*prefix, .*sliding"),
+        (["scaling=ntkk"], r"scaling=ntkk: must be one of dynamic_hf, .*; did you mean ntk\?$"),
+        (["task=passkey"], r"task=passkey: must be one of copying, matched, .*tracking$"),
         (["ctx=[64,x]"], r"ctx=\[64, 'x'\]: must be a whole number"),
         (["by_position=maybe"], r"by_position.*maybe|maybe.*by_position"),
         ([], r"no trained run in runs/: first: python train\.py pos=rope"),

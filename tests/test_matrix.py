@@ -32,9 +32,9 @@ NEW_COLUMNS = {"texts", "windows", "documents"}  # which rows of the first versi
 # ---- the plan ----
 
 
-@pytest.mark.parametrize("size", plan.SIZES)
+@pytest.mark.parametrize("size", choices("study"))
 def test_plan_trains_every_encoding_base_and_extension_with_every_seed(size):
-    size = plan.SIZES[size]
+    size = plan.load_size(size)
     jobs = plan.planned_jobs(size, size.seeds)
     assert len({job.name for job in jobs}) == len(jobs)
     for seed in size.seeds:
@@ -55,12 +55,12 @@ def test_plan_trains_every_encoding_base_and_extension_with_every_seed(size):
             cfg = train_settings(*settings)
             assert cfg.steps == job.steps
             assert cfg.ctx == (4 * size.L if job.part == "finetune" else size.L)
-            assert cfg.batch_tokens == size.batch_tokens
+            assert cfg.batch_tokens == size.training.batch_tokens
 
 
 def test_a_table_of_positions_gets_rows_for_the_longest_length():
     """Found by the knob, not by the encoding's name."""
-    size = plan.SIZES["default"]
+    size = plan.load_size("default")
     for job in plan.encoding_jobs(size, 0, first=True):
         pos = job.name.removesuffix("-s0")
         has_table = "max_positions" in yaml_values("pos", pos)
@@ -97,7 +97,7 @@ def test_rows_have_the_columns_of_the_committed_ones(here):
     evaluation = Evaluation(run, eval_settings("ctx=[32,64]", *settings), torch.device("cpu"))
     with evaluation.running([]):
         curves = {method.label: evaluation.curve(method) for method in (NONE, WINDOW)}
-    size = replace(plan.SIZES["quick"], documents=3, windows=2)
+    size = replace(plan.load_size("quick"), documents=3, windows=2)
     for part, more in (("encodings", {}), ("finetune", {"method": "pi", "finetune_steps": 1, "percent": 50.0})):
         job = plan.Job(part, "a-s0", 0, (), 1, (32, 64), columns=more)
         gathered = matrix.gather(job, run, "python train.py name=a-s0")
@@ -176,7 +176,7 @@ def test_the_readme_quotes_what_the_rows_give():
 
 def test_the_committed_rows_say_where_they_come_from():
     rows = committed_rows()
-    names = {job.name for job in plan.planned_jobs(plan.SIZES["default"], (0, 1, 2))}
+    names = {job.name for job in plan.planned_jobs(plan.load_size("default"), (0, 1, 2))}
     for row in rows:
         assert row["name"] in names and re.fullmatch(r"[0-9a-f]{7,}", row["commit"]), row["name"]
         assert row["command"].startswith("python train.py ") and len(row["nll"]) == 32 * len(row.get("windows", [0]))

@@ -88,7 +88,7 @@ def test_training_learns_and_accumulation_is_the_same_step(here, capsys):
     assert whole["validation"]["loss"] < math.log(512) - 0.6
     assert parts["validation"]["loss"] == pytest.approx(whole["validation"]["loss"], rel=1e-4)
     out = capsys.readouterr().out
-    assert "next: python eval.py run=whole ctx=8192 scaling=ntk" in out and "bits/byte" in out
+    assert "next: python eval.py run=whole ctx=1024 scaling=yarn" in out and "bits/byte" in out
 
 
 def test_learning_rate():

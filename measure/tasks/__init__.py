@@ -3,6 +3,7 @@
 A new task is one .py here, with a subclass of Task named `build`, and one .yaml; nothing else changes.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,7 @@ class Task:
     minimum: int = 1  # the shortest length that can be evaluated
     accuracy: bool = False  # there are right answers: the share of right tokens is measured as well
     chance: float = 0.0  # accuracy of guessing
+    guess: float = math.inf  # loss of guessing, nats per token
     threshold: float = 0.0  # of the effective context: the accuracy that counts as solved
 
     def __init__(self, corpus: HeldOut, ctx: int, documents: int):
@@ -60,5 +62,8 @@ class Task:
 
 def build(knobs: dict, corpus: HeldOut, ctx: int, documents: int) -> Task:
     """The task that a yaml of conf/task names, for a corpus. UserError for a wrong knob, or if no document fits."""
-    task = load_kind("measure.tasks", knobs["kind"], "build", "task")
-    return build_from_knobs(task, knobs, "task", corpus, ctx, documents)
+    task = build_from_knobs(
+        load_kind("measure.tasks", knobs["kind"], "build", "task"), knobs, "task", corpus, ctx, documents
+    )
+    task.guess = math.log(corpus.vocab_size)
+    return task
