@@ -97,22 +97,22 @@ def draw_accuracy(curves: Sequence[Curve], path: Path, title: str, threshold: fl
 
     from measure import plots
 
-    fig, ax = plt.subplots(figsize=(9, 5.2), dpi=150)
+    fig, ax = plt.subplots(figsize=(9, 5.2))
     ends = []
     for curve in curves:
-        color, dashes, text = plots.curve_style(curve, curves)
+        style, text = plots.curve_style(curve, curves)
         ns, values = [row.n for row in curve.overall], [100 * (row.accuracy or 0) for row in curve.overall]
         low, high = 100 * np.array([bootstrap(np.array(row.hits)) for row in curve.overall]).T
-        ax.plot(ns, values, color=color, linestyle=dashes, marker="o", markersize=3, linewidth=1.6)
-        ax.fill_between(ns, low, high, color=color, alpha=0.12, linewidth=0)
-        ends.append((values[-1], text, color))
-    for n, text in sorted(plots.context_marks(curves).items()):
-        plots.mark(ax, n, text)
+        ax.plot(ns, values, **style)
+        ax.fill_between(ns, low, high, color=style["color"], alpha=0.12, linewidth=0)
+        ends.append((ns[-1], values[-1], text, style))
+    for i, (n, text) in enumerate(sorted(plots.context_marks(curves).items())):
+        plots.mark(ax, n, text, i)
     for y in (threshold, *((chance,) if chance else ())):
         ax.axhline(100 * y, color="#999999", linewidth=1, linestyle=(0, (1, 2)))
     plots.lengths_axis(ax, sorted({row.n for c in curves for row in c.overall}))
     ax.set(xlabel="context length n, tokens", ylabel="accuracy of the answer, %", ylim=(-2, 102))
     plots.end_labels(ax, ends)
     dotted = "threshold of the effective context" + (" and chance" if chance else "")
-    ax.set_title(f"{title}\nbands: 95 %; dotted: {dotted}", fontsize=10, loc="left")
+    ax.set_title(f"{title}\nbands: 95 %; dotted: {dotted}")
     plots.save(fig, path)

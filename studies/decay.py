@@ -12,7 +12,6 @@ import csv
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,11 @@ from model.spectrum import frequencies
 
 BASES = (1, 10, 100, 500, 5000, 10000, 50000)
 SCALINGS = ("none", "pi", "ntk", "yarn")  # at base 10000
+# Below the figure; D: head_dim
+SYMBOLS = """D = {D} is the width of a head, θᵢ = base^(-2i/D) the angle by which pair i rotates per token, in radians.
+Score = 2/D · B(m), where B(m) = Σᵢ cos(m θᵢ) (Men et al. 2024). All lines are means over 64 distances.
+Su's bound = 2/D · Σⱼ |Σ_(i<j) exp(√-1 · m θᵢ)|: the score of any q and k is at most this times a factor that
+depends on q and k, but not on m (RoFormer, section 3.4.3)."""
 
 
 # ---- the three quantities; inv_freq: radians per token, float64 [D / 2] ----
@@ -88,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--positions", type=int, default=2048)
     parser.add_argument("--ctx", type=int, default=256, help="L, for the scalings (base 10000, factor positions / L)")
-    parser.add_argument("--out", default="results/decay", help="writes OUT.png and OUT.csv")
+    parser.add_argument("--out", default="results/decay", help="writes OUT.csv and OUT.png, .svg, .pdf")
     args = parser.parse_args()
     D, T, L = args.head_dim, args.positions, args.ctx
     if D < 4 or D % 2 or T < 64 or not 2 <= L <= T:
@@ -130,37 +134,34 @@ def write_table(curves: dict[str, Decay], T: int, path: Path) -> None:
 
 
 def draw(by_base: dict[str, Decay], by_scaling: dict[str, Decay], head_dim: int, T: int, L: int, path: Path) -> None:
-    """Draw four rows of panels: score and bound for each base, then score and bound for each scaling method."""
+    """Draw four panels: score and Su's bound, by base and by scaling method. The lines are means over 64 distances."""
     import matplotlib.pyplot as plt
 
     from measure import plots
 
-    fig, axes = plt.subplots(4, len(BASES), figsize=(15, 9), dpi=120, sharex=True, sharey="row")
-    for group, top in ((by_base, 0), (by_scaling, 2)):
-        for column, (name, curve) in enumerate(group.items()):
-            draw_smoothed(axes[top, column], curve.score)
-            draw_smoothed(axes[top + 1, column], curve.su_bound)
-            axes[top, column].set_title(name if top == 0 else f"base 10000, {name}", fontsize=10, loc="left")
-            axes[top + 1, column].set_xlabel("relative distance m", fontsize=9)
-        for ax in axes[top : top + 2, len(group) :].flat:  # fewer scalings than bases
-            ax.axis("off")
-        axes[top, 0].set_ylabel(f"q . k / D, all ones\n(B(m) is {head_dim // 2} times this)", fontsize=9)
-        axes[top + 1, 0].set_ylabel("Su's bound", fontsize=9)
-    title = (
-        f"Decay of q . k with distance under RoPE (head_dim {head_dim}). Upper half: by base. "
-        f"Lower half: by scaling method (L = {L}, factor {T / L:g})"
-    )
-    fig.suptitle(f"{title}. Dark lines: mean over 64 distances", fontsize=11, x=0.01, ha="left")
-    fig.tight_layout()
-    plots.save(fig, path)
-
-
-def draw_smoothed(ax: Any, curve: Tensor) -> None:
-    """A curve in light blue, and its mean over 64 distances in dark blue."""
-    ax.plot(curve, color="#9ecae1", linewidth=0.5)
-    ax.plot(range(32, len(curve) - 31), curve.unfold(0, 64, 1).mean(dim=1), color="#08519c", linewidth=1.3)
-    ax.axhline(0, color="#999999", linewidth=0.6)
-    ax.spines[["top", "right"]].set_visible(False)
+    shades = plt.get_cmap("viridis")(torch.linspace(0, 0.9, len(by_base)).tolist())
+    colors = dict(zip(by_base, shades, strict=True))
+    colors |= {name: plots.color_of("methods", name) for name in by_scaling}
+    titles = ("by base, without scaling", f"base 10000, by scaling method (L = {L}, factor {T / L:g})")
+    fig, axes = plt.subplots(2, 2, figsize=(13, 8), sharex=True, sharey="row")
+    fig.subplots_adjust(wspace=0.42, hspace=0.12)  # room for the names at the ends of the lines
+    labels = {}  # of each panel
+    for column, title, curves in zip(axes.T, titles, (by_base, by_scaling), strict=True):
+        column[0].set_title(title)
+        column[1].set_xlabel("m: distance between query and key, tokens")
+        for ax, quantity in zip(column, ("score", "su_bound"), strict=True):
+            labels[ax] = []
+            for name, curve in curves.items():
+                smooth = getattr(curve, quantity).unfold(0, 64, 4).mean(dim=1)  # over 0 .. 63, 4 .. 67, ...
+                m = [32 + 4 * k for k in range(len(smooth))]
+                ax.plot(m, smooth, color=colors[name], linewidth=1.2)
+                labels[ax].append((m[-1], smooth[-1].item(), plots.NAMES.get(name, name), {"color": colors[name]}))
+    axes[0, 0].set_ylabel("score: q · k / D of all-ones q and k")
+    axes[1, 0].set_ylabel("Su's bound")
+    for ax, ends in labels.items():  # all lines are drawn, so the limits are final
+        plots.end_labels(ax, ends, space=16)
+    fig.text(axes[0, 0].get_position().x0, 0.04, SYMBOLS.format(D=head_dim), fontsize=10, va="top", linespacing=1.5)
+    plots.save(fig, path, ".png", ".svg", ".pdf")
 
 
 if __name__ == "__main__":

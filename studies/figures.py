@@ -1,11 +1,12 @@
 """The figures of the study, from the rows of studies.matrix: python -m studies.figures
 
-    encodings   perplexity against context length, with the range over seeds as a band
+    encodings   perplexity against context length
     scaling     the same for the scaling methods on rope
     finetune    perplexity against the number of fine-tuning tokens
     base        perplexity against RoPE's base
 
-Each is written as PNG and SVG to results/. The same rows give the same files.
+Each is written as PNG, SVG and PDF to results/. The same rows give the same files. A band is the range over seeds; with
+fewer than three seeds, the seeds are points instead.
 """
 
 import argparse
@@ -18,46 +19,25 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from conf.errors import user_errors_in_one_line
-from conf.registry import ROOT, choices
+from conf.registry import ROOT
 from measure import plots
-from measure.plots import CONTROL, OKABE_ITO
+from measure.plots import CONTROL_DASHES, NAMES, color_of
 from studies.plan import EXTENSIONS
 from studies.rows import Rows, mean_losses, read_both, run_of, seeds_of
 from studies.spectrum import base_bound, scale_matched_base
 
 HEAD_DIM = 64  # of every size of the study
 DASHED, DOTTED, MIXED = (0, (5, 1.5)), (0, (2, 1.5)), (0, (5, 1.5, 1.5, 1.5))
-METHOD_COLORS = {
-    "none": "#0072B2",
-    "pi": "#D55E00",
-    "ntk": "#009E73",
-    "ntk_by_parts": "#CC79A7",
-    "yarn": "#E69F00",
-    "rerope": "#56B4E9",
-}
-# (colour, line) of the encodings, the same in every figure. Encodings that only rotate have the same blue and different
-# lines. An encoding that is not listed gets its colour in `style_of`.
-ENCODING_STYLES = {
-    "rope": ("#0072B2", "-"),
-    "rope_interleaved": ("#0072B2", DASHED),
-    "rope_partial": ("#0072B2", MIXED),
-    "rope_proportional": ("#0072B2", DOTTED),
-    "xpos": ("#56B4E9", "-"),
-    "alibi": ("#D55E00", "-"),
-    "t5_bias": ("#E69F00", "-"),
-    "learned": ("#009E73", "-"),
-    "sinusoidal": ("#CC79A7", "-"),
-    "none": ("#7F7F7F", "-"),
-}
+METHODS = ("none", "pi", "ntk", "ntk_by_parts", "yarn", "rerope")  # of the figure `scaling`
+CONTROL = {"color": color_of("methods", "window"), "linestyle": CONTROL_DASHES}
+FEWEST_FOR_A_BAND = 3  # seeds: the range of two of them says little
+FORMATS = (".png", ".svg", ".pdf")
 
 
-def style_of(name: str) -> tuple[str, Any]:
-    """(colour, line) of an encoding. One that is not in ENCODING_STYLES has a dash-dotted line, and its colour is
-    taken from the end of the palette, by its place in the alphabet."""
-    if name in ENCODING_STYLES:
-        return ENCODING_STYLES[name]
-    others = sorted({*choices("pos"), name} - ENCODING_STYLES.keys())
-    return OKABE_ITO[::-1][others.index(name) % len(OKABE_ITO)], MIXED
+def style_of(name: str) -> dict[str, Any]:
+    """The colour and dashes of an encoding. Variants of RoPE are dashed, because their curves are close together."""
+    dashes = {"rope_interleaved": DASHED, "rope_partial": MIXED, "rope_proportional": DOTTED}
+    return {"color": color_of("encodings", name), "linestyle": dashes.get(name, "-")}
 
 
 # ---- values from the rows ----
@@ -69,31 +49,39 @@ def seed_losses(rows: Rows, run: str, label: str) -> dict[int, np.ndarray]:
     return {n: np.array(list(mean_losses(rows, run, label, n).values())) for n in ns}
 
 
-def describe_bands(rows: Rows) -> str:
-    """For the title: the number of seeds whose range the bands show. It can differ between the runs of a figure."""
+def describe_seeds(rows: Rows) -> str:
+    """For the title: how many seeds there are, and what bands and points show. Runs can differ in their seeds."""
     seeds = defaultdict(set)
     for row in rows:
         seeds[run_of(row)].add(row["seed"])
     counts = sorted({len(of_one_run) for of_one_run in seeds.values()})
-    if counts[-1] == 1:
+    if counts == [1]:
         return "one seed"
-    return f"bands: range over {' or '.join(map(str, counts))} seeds"
+    text = f"mean of {' or '.join(map(str, counts))} seeds"
+    text += "; bands: their range" if counts[-1] >= FEWEST_FOR_A_BAND else ""
+    return text + ("; hollow points: single seeds" if any(1 < n < FEWEST_FOR_A_BAND for n in counts) else "")
 
 
 # ---- parts of the figures ----
 
 
-def draw_line(ax: Any, points: dict[int, np.ndarray] | dict[float, np.ndarray], color: str, style: Any = "-") -> float:
+def draw_line(ax: Any, points: dict[Any, np.ndarray], style: dict[str, Any]) -> tuple[float, float]:
     """Draw exp(mean loss over seeds) as a line and the range over seeds as a band.
 
-    points: x -> losses [seeds], nats per token. Returns the perplexity at the last x, for the label of the line.
+    Where there are two seeds, they are points instead. points: x -> losses [seeds], nats per token. Returns x and y of
+    the end of the line.
     """
     x = list(points)
-    means = [np.exp(losses.mean()) for losses in points.values()]
+    means = [float(np.exp(losses.mean())) for losses in points.values()]
+    enough = [len(losses) >= FEWEST_FOR_A_BAND for losses in points.values()]
     low, high = ([np.exp(end(losses)) for losses in points.values()] for end in (np.min, np.max))
-    ax.plot(x, means, color=color, linestyle=style, marker="o", markersize=3, linewidth=1.6)
-    ax.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-    return means[-1]
+    ax.plot(x, means, marker="o", **style)
+    ax.fill_between(x, low, high, where=enough, color=style["color"], alpha=0.15, linewidth=0)
+    seeds = [(at, np.exp(loss)) for at, losses in points.items() if len(losses) == 2 for loss in losses]
+    if seeds:
+        ax.plot(*zip(*seeds, strict=True), "o", markersize=4.5, markerfacecolor="none", markeredgewidth=0.9,
+                color=style["color"])  # fmt: skip
+    return x[-1], means[-1]
 
 
 def perplexity_axis(ax: Any) -> None:
@@ -107,59 +95,49 @@ def perplexity_axis(ax: Any) -> None:
     ax.set_ylabel("perplexity on the same targets")
 
 
-def open_frame(ax: Any) -> None:
-    """Horizontal grid lines, and no box around the axes."""
-    ax.grid(axis="y", alpha=0.25)
-    ax.spines[["top", "right"]].set_visible(False)
-
-
 # ---- the figures ----
 
 
-def over_lengths(rows: Rows, curves: list[tuple[str, str, str, str, Any]], title: str) -> Any:
+def over_lengths(rows: Rows, curves: list[tuple[str, str, str, dict[str, Any]]], title: str) -> Any:
     """A figure of perplexity against context length.
 
-    curves: (run, label of the method, name in the figure, colour, line style). Curves without rows are left out.
+    curves: (run, label of the method, name in the figure, style of the line). Curves without rows are left out.
     """
-    fig, ax = plt.subplots(figsize=(9, 5.2), dpi=150)
+    fig, ax = plt.subplots(figsize=(9, 5.2))
     L = rows[0]["train_ctx"]
     ends = []
-    for run, label, name, color, style in curves:
+    for run, label, name, style in curves:
         if points := seed_losses(rows, run, label):
-            ends.append((draw_line(ax, points, color, style), name, color))
+            ends.append((*draw_line(ax, points, style), name, style))
     plots.mark(ax, L, f"trained at {L}")
     plots.lengths_axis(
         ax, sorted({row["n"] for row in rows if row["label"] == "window" and row["part"] == "encodings"})
     )
     perplexity_axis(ax)
-    heights = plots.end_labels(ax, ends, space=34)
-    for _, _, name, color, style in curves:  # a piece of the line before its name, for lines of the same colour
-        if name in heights:
-            ax.plot([1.015, 1.06], [heights[name]] * 2, color=color, linestyle=style, linewidth=1.6,
-                    transform=ax.transAxes, clip_on=False)  # fmt: skip
+    plots.end_labels(ax, ends, space=34)
     ax.set_xlabel("context length n (tokens)")
     shown = {run for run, *_ in curves}
-    bands = describe_bands([row for row in rows if run_of(row) in shown])
-    ax.set_title(f"{title}\n{bands}", fontsize=10, loc="left")
+    ax.set_title(f"{title}\n{describe_seeds([row for row in rows if run_of(row) in shown])}")
     return fig
 
 
 def encodings(rows: Rows) -> Any:
     """Every encoding without scaling, and rope's window control."""
     names = sorted({run_of(row) for row in rows if row["part"] == "encodings"})
-    curves = [(name, "none", "NoPE (none)" if name == "none" else name, *style_of(name)) for name in names]
-    window = ("rope", "window", "rope, window control", CONTROL, DOTTED)
+    curves = [(name, "none", "NoPE (none)" if name == "none" else name, style_of(name)) for name in names]
+    window = ("rope", "window", "rope, window control", CONTROL)
     return over_lengths(rows, [*curves, window], "Extrapolation of each positional encoding past the trained context")
 
 
 def scaling(rows: Rows) -> Any:
-    """rope with the scaling methods of METHOD_COLORS, and its window control."""
-    curves = [
-        ("rope", method, "no scaling" if method == "none" else method, color, "-")
-        for method, color in METHOD_COLORS.items()
-    ]
-    window = ("rope", "window", "window control", CONTROL, DOTTED)
+    """rope with the scaling methods of METHODS, and its window control."""
+    curves = [("rope", method, NAMES.get(method, method), method_style(method)) for method in METHODS]
+    window = ("rope", "window", NAMES["window"], CONTROL)
     return over_lengths(rows, [*curves, window], "Extrapolation of RoPE past the trained context, by scaling method")
+
+
+def method_style(method: str) -> dict[str, Any]:
+    return {"color": color_of("methods", method), "linestyle": "-"}
 
 
 def finetune(rows: Rows) -> Any:
@@ -172,25 +150,23 @@ def finetune(rows: Rows) -> Any:
     tuned = [row for row in rows if row["part"] == "finetune" and row["label"] == "none"]
     shares = sorted({row["percent"] for row in tuned if row["percent"]})  # % of the pre-training
     panels = ((L, "trained context"), (4 * L, "fine-tuning context"), (8 * L, "twice the fine-tuning context"))
-    fig, axes = plt.subplots(1, len(panels), figsize=(13, 4.6), dpi=130, sharey=True)
-    labels = []  # of each panel: (perplexity, text, colour) of its lines
+    fig, axes = plt.subplots(1, len(panels), figsize=(15, 4.6), sharey=True)
+    fig.subplots_adjust(wspace=0.75)  # room for the names at the ends of the lines
+    labels = []  # of each panel
     for ax, (n, place) in zip(axes, panels, strict=True):
-        ends = [*draw_methods(ax, rows, tuned, shares, n), *draw_references(ax, rows, n, L)]
-        labels.append(ends)
-        open_frame(ax)
-        ax.set_title(f"{place}: n = {n} = {n // L} L", fontsize=10, loc="left")
+        labels.append([*draw_methods(ax, rows, tuned, shares, n), *draw_references(ax, rows, n, L, max(shares))])
+        ax.set_title(f"{place}: n = {n} = {n // L} L")
         ax.set_xlabel("fine-tuning tokens (% of pre-training tokens)")
         ax.set_xticks([0, *shares], [f"{share:g}" for share in (0, *shares)], fontsize=8)
     perplexity_axis(axes[0])  # shared by all panels, so the limits are known only now
     for ax, ends in zip(axes, labels, strict=True):
-        plots.end_labels(ax, ends, space=6)
-    title = f"RoPE trained at {L} and fine-tuned at {4 * L} (0 %: scaling without fine-tuning); {describe_bands(tuned)}"
-    fig.suptitle(title, fontsize=11, x=0.01, ha="left")
-    fig.tight_layout(w_pad=4)
+        plots.end_labels(ax, ends, space=22)
+    title = f"RoPE trained at {L} and fine-tuned at {4 * L} (0 %: scaling without fine-tuning)\n{describe_seeds(tuned)}"
+    fig.suptitle(title, fontsize=11, x=axes[0].get_position().x0, y=1.04, ha="left")
     return fig
 
 
-def draw_methods(ax: Any, rows: Rows, tuned: Rows, shares: list[float], n: int) -> list[tuple[float, str, str]]:
+def draw_methods(ax: Any, rows: Rows, tuned: Rows, shares: list[float], n: int) -> list[tuple]:
     """Perplexity at length n against the share of fine-tuning, for each method. Returns the labels of the lines."""
     ends = []
     for method in EXTENSIONS:
@@ -201,21 +177,25 @@ def draw_methods(ax: Any, rows: Rows, tuned: Rows, shares: list[float], n: int) 
             points[share] = np.concatenate(losses or [np.array([])])
         points = {share: losses for share, losses in points.items() if len(losses)}
         if points:
-            color = METHOD_COLORS[method]
-            ends.append((draw_line(ax, points, color), "direct" if method == "none" else method, color))
+            style = method_style(method)
+            ends.append((*draw_line(ax, points, style), NAMES.get(method, method), style))
     return ends
 
 
-def draw_references(ax: Any, rows: Rows, n: int, L: int) -> list[tuple[float, str, str]]:
-    """Horizontal lines at length n: the run from scratch and rope's window control. Returns their labels."""
+def draw_references(ax: Any, rows: Rows, n: int, L: int, end: float) -> list[tuple]:
+    """Horizontal lines at length n up to x = end: the run from scratch, and past L rope's window control.
+
+    At L the window control is the model itself, which is the point at 0 %. Returns the labels of the lines.
+    """
     ends = []
-    scratch = (f"scratch-{4 * L}", "none", f"from scratch at {4 * L}")
-    for run, label, text in (scratch, ("rope", "window", "window control")):
+    scratch = (f"scratch-{4 * L}", "none", f"from scratch at {4 * L}", {"color": "#8A8A8A", "linestyle": MIXED})
+    window = ("rope", "window", NAMES["window"], CONTROL)
+    for run, label, text, style in (scratch, window) if n > L else (scratch,):
         losses = seed_losses(rows, run, label).get(n)
         if losses is not None:
             perplexity = float(np.exp(losses.mean()))
-            ax.axhline(perplexity, color=CONTROL, linewidth=1, linestyle=DOTTED)
-            ends.append((perplexity, text, CONTROL))
+            ax.axhline(perplexity, linewidth=1, **style)
+            ends.append((end, perplexity, text, style))
     return ends
 
 
@@ -226,15 +206,16 @@ def base(rows: Rows) -> Any:
     """
     rows = seeds_of(rows, "base")
     L = rows[0]["train_ctx"]
-    fig, ax = plt.subplots(figsize=(8, 4.8), dpi=150)
+    fig, ax = plt.subplots(figsize=(8, 4.8))
     runs = {float(row["base"]): run_of(row) for row in rows if row["part"] == "base"}
     runs[10000.0] = "rope"
     bases = sorted(runs)
     ends = []
-    for n, color in zip((L, 2 * L, 4 * L, 8 * L), OKABE_ITO, strict=False):
+    for k, n in enumerate((L, 2 * L, 4 * L, 8 * L)):
         points = {b: seed_losses(rows, runs[b], "none").get(n) for b in bases}
         points = {b: losses for b, losses in points.items() if losses is not None}
-        ends.append((draw_line(ax, points, color), f"n = {n}", color))
+        style = {"color": ordered_color(k, 4), "linestyle": "-"}
+        ends.append((*draw_line(ax, points, style), f"n = {n}", style))
     ax.set_xscale("log")
     ax.set_xticks(bases, [f"{b:,.0f}" for b in bases], fontsize=8)
     ax.xaxis.set_minor_locator(NullLocator())
@@ -252,14 +233,16 @@ def base(rows: Rows) -> Any:
 
     perplexity_axis(ax)
     ax.set_ylim(top=ax.get_ylim()[1] * 1.3)  # room for the text above
-    open_frame(ax)
-    plots.end_labels(ax, ends, space=8)
+    plots.end_labels(ax, ends, space=22)
     ax.set_xlabel("base of RoPE in pre-training")
-    bands = describe_bands([row for row in rows if run_of(row) in runs.values()])
-    ax.set_title(
-        f"RoPE with different bases, trained at {L} and evaluated at n tokens\n{bands}", fontsize=10, loc="left"
-    )
+    seeds = describe_seeds([row for row in rows if run_of(row) in runs.values()])
+    ax.set_title(f"RoPE with different bases, trained at {L} and evaluated at n tokens\n{seeds}")
     return fig
+
+
+def ordered_color(k: int, count: int) -> Any:
+    """The colour of the k-th of `count` lines that have an order, such as lengths: from dark to light."""
+    return plt.get_cmap("viridis")(0.85 * k / max(1, count - 1))
 
 
 # name of the file -> (its function, the part of the matrix that it needs)
@@ -279,18 +262,16 @@ def main() -> None:
     parser.add_argument("--out", default=str(ROOT / "results"), help="the folder to write to")
     args = parser.parse_args()
     files = read_both(args.rows, args.old_rows)
-    plt.rcParams["svg.hashsalt"] = "ropewalk"  # the same rows give the same file
     for name, (draw, part) in FIGURES.items():
         rows = next((rows for rows in files if any(row["part"] == part for row in rows)), None)
         if rows is None:
             print(f"{name}: no rows yet")
             continue
-        for suffix in ("png", "svg"):
-            path, fig = Path(args.out) / f"{name}.{suffix}", draw(rows)
-            if rows is files[1] and files[0]:  # else all figures are of the same targets
-                fig.text(0, -0.02, "earlier targets: the last 64 tokens of each document", fontsize=9, color="#666666")
-            plots.save(fig, path)
-            print(path)
+        path, fig = Path(args.out) / name, draw(rows)
+        if rows is files[1] and files[0]:  # else all figures are of the same targets
+            fig.text(0, -0.02, "earlier targets: the last 64 tokens of each document", fontsize=9, color="#666666")
+        plots.save(fig, path, *FORMATS)
+        print(*(path.with_suffix(suffix) for suffix in FORMATS))
 
 
 if __name__ == "__main__":

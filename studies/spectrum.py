@@ -11,6 +11,7 @@ import csv
 import io
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,14 +24,7 @@ from model.spectrum import card, frequencies, rotations
 from model.thresholds import warning
 
 LLAMA2_SLOWEST = 0.075  # rotations of Llama 2's slowest pair within its 4096 tokens (head_dim 128, base 10000)
-METHOD_COLORS = {
-    "none": "#333333",
-    "pi": "#0072B2",
-    "ntk": "#D55E00",
-    "yarn": "#009E73",
-    "yarn_paper": "#CC79A7",
-    "ntk_mixed": "#E69F00",
-}
+METHODS = ("none", "pi", "ntk", "yarn", "yarn_paper", "ntk_mixed")
 
 
 def main() -> None:
@@ -60,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rotary-dim", type=int, default=64)
     parser.add_argument("--base", type=float, default=10000.0)
     parser.add_argument("--factor", type=float, default=8.0, help="extension factor of the methods that have one")
-    parser.add_argument("--out", default="results/spectrum", help="writes OUT.png and OUT.csv")
+    parser.add_argument("--out", default="results/spectrum", help="writes OUT.csv and OUT.png, .svg, .pdf")
     args = parser.parse_args()
     if args.ctx < 2 or args.rotary_dim < 4 or args.rotary_dim % 2 or args.base < 1 or args.factor < 1:
         raise UserError("--ctx must be at least 2, --rotary-dim even and at least 4, --base and --factor at least 1")
@@ -96,7 +90,7 @@ def rotations_by_method(trained: TrainedContext, factor: float) -> dict[str, Ten
     """Method -> rotations of each pair within L tokens, float64 [P]. Prints the warning of a method that has one."""
     L = trained.train_ctx
     by_method = {}
-    for name in METHOD_COLORS:
+    for name in METHODS:
         knobs = yaml_values("scaling", name)
         if "factor" in knobs:
             knobs["factor"] = factor
@@ -131,21 +125,24 @@ def draw(by_method: dict[str, Tensor], ctx: int, title: str, path: Path) -> None
 
     from measure import plots
 
-    fig, ax = plt.subplots(figsize=(9, 5.2), dpi=150)
+    fig, ax = plt.subplots(figsize=(9, 5.2))
+    ends = []
     for name, r in by_method.items():
-        label, style = ("no scaling", (0, (2, 1.5))) if name == "none" else (name, "-")
-        color = METHOD_COLORS[name]
-        ax.plot(range(len(r)), r, color=color, marker="o", markersize=3, linewidth=1.4, linestyle=style, label=label)
+        style: dict[str, Any] = {
+            "color": plots.color_of("methods", name),
+            "linestyle": (0, (2, 1.5)) if name == "none" else "-",
+        }
+        ax.plot(range(len(r)), r, marker="o", **style)
+        ends.append((len(r) - 1, r[-1].item(), plots.NAMES.get(name, name), style))
     ax.axhline(1, color="#999999", linewidth=1)
     ax.annotate(f"one rotation within {ctx} tokens", (1, 1), xycoords=("axes fraction", "data"), xytext=(-4, 4),
                 textcoords="offset points", ha="right", color="#666666", fontsize=9)  # fmt: skip
     ax.set_yscale("log")
     ax.set_xlabel("rotary pair, from high to low frequency")
     ax.set_ylabel(f"rotations within {ctx} tokens")
-    ax.legend(frameon=False, fontsize=9)
-    ax.set_title(title, fontsize=10, loc="left")
-    ax.spines[["top", "right"]].set_visible(False)
-    plots.save(fig, path)
+    plots.end_labels(ax, ends, space=22)
+    ax.set_title(title)
+    plots.save(fig, path, ".png", ".svg", ".pdf")
 
 
 if __name__ == "__main__":

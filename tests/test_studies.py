@@ -74,6 +74,7 @@ def test_spectrum_study_writes_picture_and_table(tmp_path, monkeypatch, capsys):
     spectrum_study.main()
     out = capsys.readouterr().out
     assert "yarn: warning: scaling.beta_fast=32" in out and (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    assert {f.suffix for f in tmp_path.iterdir()} == {".csv", ".png", ".svg", ".pdf"}
     rows = list(csv.DictReader((tmp_path / "s.csv").open()))
     assert len(rows) == 16
     for row in rows:
