@@ -137,7 +137,7 @@ def draw(rows: Sequence[dict[str, Any]], groups: Groups, title: str, path: Path)
         y = [r["gain"] for _, r in shown]
         errors = [[r["gain"] - r["low"] for _, r in shown], [r["high"] - r["gain"] for _, r in shown]]
         ax.errorbar(x, y, errors, fmt="o", markersize=4, capsize=2, linewidth=1.2,
-                    color=plots.OKABE_ITO[k % len(plots.OKABE_ITO)], label=f"n = {n}")  # fmt: skip
+                    color=plt.get_cmap("viridis")(0.85 * k / len(ns)), label=f"n = {n}")  # fmt: skip
     shares = {r["group"]: r["share"] for r in rows if r["n"] == ns[0]}
     names = [f"{name}\n{100 * shares[name]:.1f} %" for name in groups.names]
     ax.set_xticks(range(len(names)), names, fontsize=8)

@@ -228,7 +228,7 @@ def draw(curves: dict[str, dict[str, Curve]], tiny: Rows, paths: list[Path]) -> 
                 x = [f + 0.025 * (i - len(METHODS) / 2) for f, _ in points]
                 low, high = ([abs(result.interval[k] - result.mean) for _, result in points] for k in (0, 1))
                 ax.errorbar(x, [result.mean for _, result in points], [low, high], fmt="o-", markersize=4, capsize=2,
-                            linewidth=1.2, color=plots.OKABE_ITO[i], label=method)  # fmt: skip
+                            linewidth=1.2, color=plots.color_of("methods", method), label=method)  # fmt: skip
             ax.axhline(0, color="#333333", linewidth=1)
             ax.set_yscale("symlog", linthresh=0.3)
             ax.set_xticks(FACTORS, [f"{f:g}" for f in FACTORS])
