@@ -27,10 +27,16 @@ def main() -> None:
     parser.add_argument("--threshold", type=float, default=0.8, help="of the effective context: accuracy from 0 to 1")
     parser.add_argument("--runs", default="runs", help="the folder of runs")
     parser.add_argument("--out", default="compare.png", help="the figure, in the folder of runs unless it has a /")
+    parser.add_argument("--html", action="store_true", help="write a page to explore the curves in a browser, too")
     args = parser.parse_args()
 
     if Path(args.out).suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--out {args.out}: must end in .png, .svg or .pdf")
+
+    if args.html:
+        from measure import page
+
+        page.bokeh_scripts()  # if it is not installed, say so before the work
 
     # ---- the curves that can be compared: those on the same targets ----
     curves = read_curves(args.runs, args.run)
@@ -63,6 +69,9 @@ def main() -> None:
     else:
         plots.draw_curves(selected, out, "Loss against context length, on the same targets", only=only)
     print(f"figure: {out}")
+    if args.html:
+        page.write_page(selected, out.with_suffix(".html"), f"Curves of {args.runs}, task={shown[0].first.task}")
+        print(f"page: {out.with_suffix('.html')}")
 
 
 def read_curves(runs: str, names: list[str]) -> list[Curve]:

@@ -1,9 +1,11 @@
 """What several test files use: small models, commands in this process, and commands as a user runs them."""
 
 import copy
+import dataclasses
 import functools
 import importlib
 import importlib.util
+import math
 import os
 import random
 import re
@@ -13,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -30,6 +32,7 @@ from conf.registry import ROOT, choices, yaml_values
 from conf.schema import TrainConfig, train_config
 from data.corpus import Document, HeldOut
 from engine.run import Run
+from measure.curves import Curve, read_curve
 from measure.evaluation import Evaluation
 from model import gpt, spectrum
 from model.pos import Encoding
@@ -205,6 +208,24 @@ def stub_evaluation(model: object, corpus: HeldOut, folder: Path, *overrides: st
     context = TrainedContext("rope", L, spectrum.frequencies(8, 10000.0))
     run = Run("stub", "as named", folder / "runs" / "stub", train_settings("exp=smoke"), model, corpus, context, 0, "0")
     return Evaluation(run, eval_settings(*overrides), torch.device("cpu"))
+
+
+# ---- curves ----
+
+A_ROW = read_curve(ROOT / "tests/data/curve_format2.jsonl").first
+
+
+def curve_of(run: str, label: str, losses: dict[int, float], pos: str = "rope", L: int = 64, **values: Any) -> Curve:
+    """A curve of 32 documents that differ by a few percent. losses: n -> nats per token. values: of all its rows"""
+    rows = []
+    for n, loss in losses.items():
+        nll = [loss * A_ROW.tokens / 32 * (1 + 0.01 * math.sin(i * (2 + len(label)))) for i in range(32)]
+        loss = sum(nll) / A_ROW.tokens
+        row = {"run": run, "label": label, "pos": pos, "n": n, "train_ctx": L, "extended_ctx": L, "nll": nll}
+        row |= {"window": L if label == "window" else None, "loss": loss, "low": loss - 0.1, "high": loss + 0.1}
+        row |= {"ppl": math.exp(loss), "bits_per_byte": loss * A_ROW.tokens / math.log(2) / A_ROW.bytes}
+        rows.append(dataclasses.replace(A_ROW, **row, **values))
+    return Curve(rows)
 
 
 # ---- what this machine may lack ----

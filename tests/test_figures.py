@@ -3,7 +3,6 @@
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +14,14 @@ from matplotlib.colors import to_hex
 from matplotlib.text import Annotation, Text
 
 from measure import plots
-from measure.curves import Curve, read_curve
+from measure.curves import Curve
 from model.scaling import TrainedContext
 from model.spectrum import frequencies
 from studies import decay, figures, spectrum
 from studies.rows import Rows, read_both
-from tests.helpers import ROOT
+from tests.helpers import A_ROW, ROOT, curve_of
 
-OLD_ROW = read_curve(ROOT / "tests/data/curve_format2.jsonl").first
 METHOD_OF = {text: label for label, text in plots.NAMES.items()}  # from the name in a figure to the label
-
-
-def curve(run: str, label: str, losses: dict[int, float], pos: str = "rope", L: int = 64) -> Curve:
-    """A curve of 32 documents whose losses (n -> nats per token) differ by the document."""
-    rows = []
-    for n, loss in losses.items():
-        nll = [loss * OLD_ROW.tokens / 32 * (1 + 0.01 * np.sin(i)) for i in range(32)]
-        window = L if label == "window" else None
-        values = {"run": run, "label": label, "pos": pos, "n": n, "train_ctx": L, "extended_ctx": L, "window": window}
-        bits = loss * OLD_ROW.tokens / np.log(2) / OLD_ROW.bytes
-        rows.append(replace(OLD_ROW, **values, loss=loss, ppl=np.exp(loss), bits_per_byte=bits, nll=nll))
-    return Curve(rows)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,7 +70,7 @@ def methods_of_one_run() -> list[Curve]:
     short, long = (64, 128, 256), (64, 128, 256, 512, 1024)
     labels = ["none", "window", "ntk", "pi", "yarn", "yarn factor=fixed", "dynamic_ntk", "rerope", "llama3"]
     return [
-        curve("rope", label, {n: 3 + 0.01 * (i // 2) * n / 64 for n in (short if i % 3 == 2 else long)})
+        curve_of("rope", label, {n: 3 + 0.01 * (i // 2) * n / 64 for n in (short if i % 3 == 2 else long)})
         for i, label in enumerate(labels)
     ]
 
@@ -139,7 +125,7 @@ def test_a_new_method_has_a_colour_that_does_not_depend_on_the_figure():
 
 def test_with_several_encodings_the_colour_is_theirs_and_the_dashes_are_the_methods():
     curves = [
-        curve(run, label, {64: 3.0 + 0.1 * i, 128: 3.2 + 0.1 * j}, pos)
+        curve_of(run, label, {64: 3.0 + 0.1 * i, 128: 3.2 + 0.1 * j}, pos)
         for i, (run, pos) in enumerate([("rope-s0", "rope"), ("rope-s1", "rope base=500.0"), ("alibi", "alibi")])
         for j, label in enumerate(("none", "window", "ntk"))
     ]
@@ -196,7 +182,7 @@ def test_a_line_that_ends_early_is_joined_to_its_name():
 def test_a_curve_on_top_of_another_leaves_both_visible():
     losses = {64: 3.0, 128: 3.1, 256: 3.3}
     labels = ("none", "window", "ntk", "dynamic_ntk")
-    curves = [curve("rope", label, {n: loss + 0.1 * min(i, 2) for n, loss in losses.items()})
+    curves = [curve_of("rope", label, {n: loss + 0.1 * min(i, 2) for n, loss in losses.items()})
               for i, label in enumerate(labels)]  # fmt: skip
     fig = drawn(plots.draw_curves, curves, Path("x.png"), "title")
     *_, ntk, dynamic = (line for line in fig.axes[0].lines if line.get_marker() == "o")
@@ -205,7 +191,7 @@ def test_a_curve_on_top_of_another_leaves_both_visible():
 
 
 def test_marks_at_nearby_lengths_do_not_overlap():
-    curves = [curve(f"at{L}", "none", {64: 3.0, 8192: 3.1}, L=L) for L in (64, 96, 128)]
+    curves = [curve_of(f"at{L}", "none", {64: 3.0, 8192: 3.1}, L=L) for L in (64, 96, 128)]
     fig = drawn(plots.draw_curves, curves, Path("x.png"), "title")
     found = boxes([a for a in fig.findobj(Annotation) if a.get_text().startswith("trained at")], fig)
     assert len(found) == 3
@@ -233,13 +219,13 @@ def test_fewer_than_three_seeds_are_points_without_a_band(rows):
 
 @pytest.mark.parametrize("change", [0.0, 0.002, 0.02, 4.0])
 def test_the_perplexity_axis_always_has_ticks(change):
-    flat = curve("alibi", "none", {64: 2.88, 128: 2.881 + change}, "alibi")
+    flat = curve_of("alibi", "none", {64: 2.88, 128: 2.881 + change}, "alibi")
     fig = drawn(plots.draw_curves, [flat], Path("x.png"), "title")
     fig.canvas.draw()
     [right] = fig.axes[0].child_axes
     low, high = right.get_ylim()
     assert sum(low <= tick <= high for tick in right.get_yticks()) >= 3
-    bits = 2.88 * OLD_ROW.tokens / np.log(2) / OLD_ROW.bytes
+    bits = 2.88 * A_ROW.tokens / np.log(2) / A_ROW.bytes
     assert right._functions[0](bits) == pytest.approx(2.88)  # nats: the labels are its exponentials
 
 
