@@ -29,7 +29,7 @@ def style_among(curve: Curve, curves: Sequence[Curve]) -> tuple[dict[str, Any], 
         labels = sorted(label for label in labels if label.split()[0] == curve.label.split()[0])
     if curve.label == "window":
         dashes: Any = CONTROL_DASHES
-    elif any(covers(curve, earlier) for earlier in curves[: curves.index(curve)]):
+    elif any(covers(curve, earlier, curves) for earlier in curves[: curves.index(curve)]):
         dashes = OVER_ANOTHER
     else:
         dashes = DASHES[labels.index(curve.label) % len(DASHES)]
@@ -44,9 +44,11 @@ def encoding(curve: Curve) -> str:
     return curve.first.pos.split()[0]
 
 
-def covers(curve: Curve, earlier: Curve) -> bool:
-    """Whether a curve hides one that was drawn before it: equal to a thousandth at every length that it has."""
+def covers(curve: Curve, earlier: Curve, curves: Sequence[Curve]) -> bool:
+    """Whether a curve hides one of its run that was drawn before it: equal at every length to a 200th of the figure."""
     rows, others = curve.by_length(), earlier.by_length()
     if earlier.run != curve.run or not rows.keys() <= others.keys():
         return False
-    return np.allclose([row.loss for row in rows.values()], [others[n].loss for n in rows], atol=1e-3)
+    height = np.ptp([row.bits_per_byte for c in curves for row in c.rows])
+    differences = [abs(row.bits_per_byte - others[n].bits_per_byte) for n, row in rows.items()]
+    return bool(max(differences) <= height / 200)
