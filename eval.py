@@ -16,7 +16,6 @@ if __name__ == "__main__":  # before the imports: torch takes seconds
 
 
 import importlib
-from dataclasses import asdict
 
 import hydra
 from omegaconf import DictConfig
@@ -25,10 +24,9 @@ from conf.eval_schema import EvalConfig, eval_config
 from conf.hydra_patches import exp_sets_evaluation, run_main, sweep_job
 from engine import device as devices, distributed
 from engine.run import Run
-from engine.tracking import tracker
-from measure.curves import Curve, Row, align, controls, read_curve, select
+from engine.tracking import wandb_module
+from measure.curves import align, read_curve, select
 from measure.evaluation import NONE, WINDOW, Evaluation, Method, requested_method
-from measure.statistics import gain
 from model import spectrum
 from model.scaling import warning
 from open_run import open_run
@@ -67,7 +65,7 @@ def evaluate(cfg: EvalConfig) -> None:
         if breakdowns:
             breakdowns.measure()
 
-    # ---- show: tables, wandb, figure ----
+    # ---- show: tables, figure, wandb ----
     curves = {c.label: c for c in align(measured)}
     view = importlib.import_module("measure.accuracy" if evaluation.task.accuracy else "measure.losses")
     view.print_curves(evaluation.task, *curves.values())
@@ -75,15 +73,15 @@ def evaluate(cfg: EvalConfig) -> None:
         return
     if breakdowns:
         breakdowns.show(curves)
-    (bars,) = controls(curves.values()).values()  # of this one run, whose folder may have been renamed since
-    for method in (m for m in methods if missing[m.label]):
-        log_to_wandb(cfg.project, run, method, curves[method.label], bars)
     folder, task = run.folder / "eval", evaluation.task.label.split()[0]
     figure = folder / f"ctx{evaluation.ctx}{'' if task == 'matched' else f'-{task}'}.png"
     # All curves of this run on the same targets, also those of earlier commands
     selected = select([read_curve(file) for file in folder.glob("*.jsonl")], evaluation.texts, evaluation.targets)
     title = f"{run.name}: pos={run.context.pos}, trained at {run.context.train_ctx} tokens"
     view.draw_curves(selected, figure, title, evaluation.task)
+    new = [method for method in methods if missing[method.label]]
+    if new and (log := wandb_module("measure.wandb_curves")):
+        log.log_curves(cfg.project, evaluation, new, curves, figure)
     print(f"\nrows: {folder}/*.jsonl   picture: {figure}   with other runs: python compare.py")
 
 
@@ -99,20 +97,6 @@ def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:
         print("note: other targets than those of the training's validation, which scores all positions of its windows")
     if documents < 24:
         print(f"note: there are only {documents} documents or examples for ctx={evaluation.ctx}: wide intervals")
-
-
-def log_to_wandb(project: str, run: Run, method: Method, curve: Curve, bars: dict[int, Row]) -> None:
-    """Log a curve as one wandb run: eval/loss, eval/ppl, eval/bits_per_byte, eval/factor and the gain against eval/ctx.
-
-    Of a task with an answer also eval/accuracy. One wandb run for each curve, so that the dashboard can show the curves
-    of any runs in one panel. bars: n -> the row of the better control.
-    """
-    config = {"run": run.name, "label": method.label, "scaling": method.scalings, "train": asdict(run.cfg)}
-    with tracker(project, "eval", run.name, f"{run.name} {method.label}", config, "eval/ctx") as log:
-        for row in curve.overall:
-            keys = ("loss", "ppl", "bits_per_byte", "factor", *(("accuracy",) if row.hits else ()))
-            point = {f"eval/{key}": getattr(row, key) for key in keys}
-            log.log({"eval/ctx": row.n, **point, "eval/gain_over_control": gain(row, bars[row.n])[0]})
 
 
 if __name__ == "__main__":

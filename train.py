@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import hydra
 import torch
@@ -40,7 +39,7 @@ from engine.optimizer import learning_rate, make_optimizer
 from engine.progress import progress_bar
 from engine.signals import StopSignal
 from engine.throughput import Throughput
-from engine.tracking import tracker
+from engine.tracking import training_log
 from engine.validation import Validation, describe_validation
 from model import gpt, spectrum
 from model.scaling import ContextChange, warning
@@ -112,11 +111,12 @@ def train(cfg: TrainConfig) -> None:
     print_start(cfg, folder, model, device, start)
     if cfg.init:
         print(finetune.describe(cfg, change.factor))
-    config = {**asdict(cfg), "n_parameters": n_params, "device": device.type}
+    dtype = "bfloat16" if devices.uses_bfloat16(device, cfg.dtype) else "float32"
+    measured = {"n_parameters": n_params, "device": device.type, "dtype": dtype}
     with (
         StopSignal() as stop,
         ranks.exit_if_a_rank_dies(stop),
-        tracker(cfg.project, "train", cfg.name, cfg.name, config, "train/step") as log,
+        training_log(cfg, folder, start, measured) as log,
         progress_bar(cfg.steps, "step {n_fmt} of {total_fmt}, {elapsed}", done=start) as bar,
     ):
         result: dict[str, float] = {}  # of the last validation
@@ -144,8 +144,8 @@ def train(cfg: TrainConfig) -> None:
             saving = done % cfg.save_every == 0 or last or stopping
             if logging:  # .item() waits for the GPU, so not at every step
                 point = {"loss": ranks.mean(loss).item(), "lr": lr, **throughput.measure(done),
-                         "grad_norm": norm.item(), "tokens": done * cfg.batch_tokens}  # fmt: skip
-                log_point(log, done, point)
+                         "grad_norm": norm.item()}  # fmt: skip
+                log.point(done, point)
                 bar.set_postfix_str(describe_point(point, (cfg.steps - done) * cfg.batch_tokens), refresh=False)
             if (saving or logging) and not torch.isfinite(ranks.mean(health)):
                 last_save = f"{folder}/ckpt.pt has step {saved}" if saved else "nothing was saved yet"
@@ -153,12 +153,13 @@ def train(cfg: TrainConfig) -> None:
                 raise UserError(f"the loss or its gradient is not finite by step {done}: {last_save}; {lower}")
             if validating:
                 result = validation.measure(model, change)
-                log_point(log, done, {f"val_{name}": value for name, value in result.items()})
+                log.point(done, {f"val_{name}": value for name, value in result.items()})
                 bar.write(f"step {done}: held-out {describe_validation(result)}")
             if saving:
                 values = {"config": asdict(cfg), "step": done, "corpus": corpus.key, "tokenizer": tokenizer,
                           "seconds": seconds + time.monotonic() - began, "validation": result}  # fmt: skip
                 resume.save(folder, values, model, optimizer, sharded=cfg.shard, final=last)
+                log.saved(done, values["seconds"])
                 saved = done
             if saving or logging or validating:
                 throughput.restart(done)
@@ -248,11 +249,6 @@ def optimizer_step(
 
 
 # ---- output ----
-
-
-def log_point(log: Any, step: int, values: dict[str, float]) -> None:
-    """Log values as train/NAME at this step. log: the wandb run that `tracker` opened."""
-    log.log({"train/step": step, **{f"train/{name}": value for name, value in values.items()}})
 
 
 def describe_point(point: dict[str, float], tokens_left: int) -> str:

@@ -1,43 +1,47 @@
-"""wandb runs, online or offline: a problem with wandb never stops a training or an evaluation."""
+"""The calls to wandb. Modules that import wandb are themselves imported only where something is to be logged."""
 
-import contextlib
+import importlib
 import os
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from conf.schema import TrainConfig
 from engine import distributed
 
 
-@contextmanager
-def tracker(project: str, job_type: str, group: str, name: str, config: dict, step_metric: str) -> Generator[Any]:
-    """Context manager: a wandb run that needs no account and no network and never asks for a login.
+def wandb_module(name: str) -> ModuleType | None:
+    """The module of ours that logs to wandb, or None: with WANDB_MODE=disabled, and on ranks above 0.
 
-    WANDB_MODE sets the mode; without it, online if this machine is logged in, else offline. If a mode does not start,
-    the next one is tried, and `disabled` always starts. All metrics `job_type/*` are drawn against step_metric, so
-    that the curves of several runs share an axis. Ranks above 0 get a disabled run.
+    Also None, with a line that says why, if wandb cannot be imported: it never stops a training or an evaluation.
     """
-    os.environ.setdefault("WANDB_SILENT", "true")
-    import wandb
-
-    mode = os.environ.get("WANDB_MODE")
-    if mode is None:
-        with contextlib.suppress(Exception):
-            mode = "online" if wandb.login(prompt=False, verify=False) else None
-    modes = [mode or "offline", "offline", "disabled"] if distributed.rank() == 0 else ["disabled"]
-    for attempt in dict.fromkeys(modes):  # the last one, disabled, always starts
-        try:
-            settings = wandb.Settings(init_timeout=15, silent=True, console="off")
-            labels: dict[str, Any] = {"job_type": job_type, "group": group, "name": name, "config": config}
-            run = wandb.init(project=project, mode=attempt, settings=settings, **labels)  # ty: ignore[invalid-argument-type] (wandb checks the mode)
-            break
-        except Exception as e:
-            print(f"wandb: {attempt} did not start ({str(e).splitlines()[0]}); continuing without", file=sys.stderr)
-    run.define_metric(step_metric, hidden=True)
-    run.define_metric(f"{job_type}/*", step_metric=step_metric)
+    if os.environ.get("WANDB_MODE") == "disabled" or distributed.rank() > 0:
+        return None
     try:
-        yield run
-    finally:
-        with contextlib.suppress(Exception):
-            run.finish()
+        return importlib.import_module(name)
+    except Exception as e:  # a broken installation raises anything
+        print(f"wandb: cannot be imported ({type(e).__name__}: {e}), so nothing is logged", file=sys.stderr)
+        return None
+
+
+class TrainingLog:
+    """What train.py logs. This one drops it; engine/wandb_training.py has the one that sends it to wandb."""
+
+    def point(self, step: int, values: dict[str, float]) -> None:
+        """Log values as train/NAME at this step."""
+
+    def saved(self, step: int, seconds: float) -> None:
+        """The checkpoint of this step has been written. seconds: duration of the training, all its parts together."""
+
+
+def training_log(
+    cfg: TrainConfig, folder: Path, start: int, measured: dict[str, Any]
+) -> AbstractContextManager[TrainingLog]:
+    """Context manager: the log of the training in `folder`, which begins at step `start` (above 0: it is resumed).
+
+    measured: what the run's page shows beside the settings, such as the number of parameters.
+    """
+    module = wandb_module("engine.wandb_training")
+    return module.open_log(cfg, folder, start, measured) if module else nullcontext(TrainingLog())

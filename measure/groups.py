@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from conf.errors import UserError, check
-from engine.tracking import tracker
+from engine.tracking import wandb_module
 from measure.curves import Curve, Row, better_control, losses_file, write_jsonl
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
 from measure.tasks.matched import Matched
@@ -38,11 +38,8 @@ def report(evaluation: Evaluation, curves: dict[str, Curve], method: Method, gro
     folder, run = evaluation.run.folder / "eval" / "groups", evaluation.run
     write_jsonl(folder / f"{name}.jsonl", rows)
     draw(rows, groups, f"{run.name}: gain of {method.label} over the better control", folder / f"{name}.png")
-    config = {"run": run.name, "label": method.label, "scaling": method.scalings}
-    with tracker(project, groups.title, run.name, f"{run.name} {method.label} by {groups.title}", config, "n") as log:
-        import wandb
-
-        log.log({f"{groups.title}/gains": wandb.Table(list(rows[0]), [list(row.values()) for row in rows])})
+    if log := wandb_module("measure.wandb_curves"):
+        log.log_table(project, evaluation, method, groups.title, rows, folder / f"{name}.png")
     print(f"rows and picture: {folder}/{name}.*")
 
 
