@@ -9,7 +9,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Generator
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,8 +21,8 @@ import wandb
 
 from conf.registry import ROOT
 
-# Seconds. Without a limit, the end of a run waits for ever for a server that has gone
-CONNECT, FINISH = 10.0, 10.0
+# Seconds to wait for the server. Without limits, the end of a run waits for ever for a server that has gone
+ANSWER, CONNECT, FINISH = 5.0, 10.0, 10.0
 FINISH_WITH_CHECKPOINT = 600.0
 
 _said: set[str] = set()  # lines that were printed
@@ -83,6 +85,30 @@ def weights_artifact(run: str, digest: str, config: dict) -> wandb.Artifact:
 # ---- a run ----
 
 
+def check_server(url: str) -> None:
+    """ConnectionError if nothing answers at this address within `ANSWER` seconds; an HTTP error is an answer, too.
+
+    Functions of wandb that ask the server try again and again, for 10 to 20 seconds.
+    """
+    try:
+        urllib.request.urlopen(url, timeout=ANSWER).close()
+    except urllib.error.HTTPError:
+        pass
+    except (OSError, ValueError) as e:
+        raise ConnectionError(f"no answer from {url}: {getattr(e, 'reason', e)}") from None
+
+
+def log_artifacts(run: Any, inputs: Sequence[wandb.Artifact] = (), outputs: Sequence[wandb.Artifact] = ()) -> None:
+    """Log artifacts that a run has used and has made. ConnectionError if it is online and the server has gone."""
+    if run.url:
+        check_server(run.settings.base_url)
+    for artifact in inputs:
+        # What run.use_artifact does, but also offline, and without waiting for the upload without a limit
+        run._log_artifact(artifact, is_user_created=True, use_after_commit=True)
+    for artifact in outputs:
+        run.log_artifact(artifact)
+
+
 @contextmanager
 def open_run(
     project: str, job_type: str, group: str, name: str, run_id: str, config: dict, *,
@@ -111,6 +137,8 @@ def open_run(
         if attempt in _failed:
             continue
         try:
+            if attempt == "online":
+                check_server(wandb.setup().settings.base_url)
             run = wandb.init(
                 project=project, mode=attempt, resume="allow" if resume else None,  # ty: ignore[invalid-argument-type] (wandb checks the mode)
                 settings=wandb.Settings(**settings), **labels,
@@ -119,10 +147,14 @@ def open_run(
         except Exception as e:
             _failed.add(attempt)
             say(f"{attempt} did not start ({_first_line(e)})")
-    if url := run.url if job_type == "train" else run.project_url:
-        say(url, sys.stdout)
-    elif not run.disabled:
+            with suppress(Exception):
+                wandb.teardown()  # frees the id, which the next attempt uses again
+    if run.disabled:
+        pass
+    elif run.offline:
         say(f"offline; to upload: wandb sync --yes {_shown(Path(run.dir).parent.parent)}", sys.stdout)
+    else:
+        say(run.url if job_type == "train" else run.project_url, sys.stdout)
     try:
         yield run
     except BaseException:

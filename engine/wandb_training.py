@@ -66,9 +66,9 @@ class WandbTrainingLog(TrainingLog):
         with wandb_runs.problems_are_said():
             self.run.summary.update({"minutes": seconds / 60, "n_parameters": self.config["n_parameters"]})
             if step == self.cfg.steps:
-                weights = wandb_runs.weights_artifact(self.folder.name, checkpoint.digest(self.folder), self.config)
-                self.run.log_artifact(weights)
+                name = wandb_runs.slug(self.folder.name)
+                made = [wandb_runs.weights_artifact(name, checkpoint.digest(self.folder), self.config)]
                 if self.uploads:
-                    file = wandb.Artifact(f"checkpoint-{wandb_runs.slug(self.folder.name)}", type="checkpoint")
-                    file.add_file(str(self.folder / "ckpt.pt"))
-                    self.run.log_artifact(file)
+                    made.append(wandb.Artifact(f"checkpoint-{name}", type="checkpoint"))
+                    made[-1].add_file(str(self.folder / "ckpt.pt"))
+                wandb_runs.log_artifacts(self.run, outputs=made)

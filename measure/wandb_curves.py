@@ -16,6 +16,7 @@ import numpy as np
 import wandb
 
 from engine import wandb_runs
+from engine.run import Run
 from engine.wandb_training import run_config
 from measure.accuracy import effective_context
 from measure.curves import Curve, Row, controls
@@ -60,12 +61,10 @@ def log_curve(
         run.log({"eval/rows": wandb.Table(columns, cells), "eval/figure": wandb.Image(str(figure))}, step=last)
         run.summary.update({**summary(curve, none, bars, evaluation.task), "n_parameters": config["n_parameters"]})
         trained = evaluation.run
-        # As an input: run.use_artifact does the same, but not offline, and it waits for the server without a limit
         weights = wandb_runs.weights_artifact(trained.name, trained.digest, run_config(trained.name, trained.cfg))
-        run._log_artifact(weights, is_user_created=True, use_after_commit=True)
         rows = wandb.Artifact(f"rows-{run.id}", type="rows")
         rows.add_file(str(evaluation.curve_file(method)))
-        run.log_artifact(rows)
+        wandb_runs.log_artifacts(run, inputs=[weights], outputs=[rows])
 
 
 def log_table(
@@ -97,7 +96,14 @@ def curve_config(evaluation: Evaluation, method: Method) -> dict[str, Any]:
         "weights": run.digest[:12], "step": run.step,
     }  # fmt: skip
     here = {"device": evaluation.device.type, "dtype": evaluation.dtype_name, "commit": wandb_runs.commit()}
-    return {**run_config(run.name, run.cfg), "n_parameters": run.model.n_parameters(), **here, "eval": measured}
+    return {**run_config(run.name, run.cfg), "n_parameters": n_parameters(run), **here, "eval": measured}
+
+
+def n_parameters(run: Run) -> int:
+    """The number of parameters that were trained. In bfloat16 a tied head is stored apart (engine/device.py)."""
+    model, tied = run.model, run.cfg.model.tied_head
+    copied = model.head.weight.numel() if tied and model.head.weight is not model.tokens.weight else 0
+    return model.n_parameters() - copied
 
 
 def name_and_id(config: dict[str, Any]) -> tuple[str, str]:

@@ -37,14 +37,15 @@ ROOMS = {*ALLOWED, "tests"}
 
 # Heavy packages: who may import them when the module is loaded, and not only inside a function
 AT_LOAD = {
-    # These are themselves loaded inside functions: DRAWING
+    # These are themselves loaded inside functions: DRAWING, LOGGING
     "matplotlib": {"measure/plots.py", "measure/plots_of_runs.py", "studies/figures.py"},
-    "wandb": set(),
+    "wandb": {"engine/wandb_runs.py", "engine/wandb_training.py", "measure/wandb_curves.py"},
     "transformers": set(),
     "triton": {"kernels/rope_triton.py", "bench/"},
     "torch.distributed": {"engine/ddp_fsdp.py", "engine/shards.py"},
 }
 DRAWING = {"measure.plots", "measure.plots_of_runs", "studies.figures"}
+LOGGING = {"engine.wandb_runs", "engine.wandb_training", "measure.wandb_curves"}
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,9 @@ def violations(path: str, source: str) -> list[str]:
             for package, allowed in AT_LOAD.items():
                 if f"{item.target}.".startswith(f"{package}.") and not path.startswith(tuple(allowed)):
                     found.append(f"{path}: imports {item.target} when it is loaded")
-            if any(f"{item.target}.".startswith(f"{m}.") for m in DRAWING) and module_of(path) not in DRAWING:
-                found.append(f"{path}: imports {item.target}, hence matplotlib, when it is loaded")
+            for modules, package in ((DRAWING, "matplotlib"), (LOGGING, "wandb")):
+                if any(f"{item.target}.".startswith(f"{m}.") for m in modules) and module_of(path) not in modules:
+                    found.append(f"{path}: imports {item.target}, hence {package}, when it is loaded")
     return found
 
 
@@ -195,6 +197,7 @@ def test_modules_have_no_circle_when_they_are_loaded(sources):
         ("engine/device.py", "from torch import distributed", "torch.distributed when it is loaded"),
         ("measure/tables.py", "import matplotlib.pyplot as plt", "matplotlib.pyplot when it is loaded"),
         ("eval.py", "from measure import plots", "measure.plots, hence matplotlib, when it is loaded"),
+        ("eval.py", "from measure.wandb_curves import log_curves", "hence wandb, when it is loaded"),
     ],
 )  # fmt: skip
 def test_a_forbidden_import_is_found(path, source, right):

@@ -1,7 +1,7 @@
 """exp=gpt2, FLOPs and MFU: by hand, and at reduced steps and width on local text."""
 
 import math
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import train
 from engine import checkpoint
 from engine.gpu_peaks import peak_flops
 from engine.throughput import Throughput, flops_per_token
+from engine.tracking import TrainingLog
 from model import gpt
 from tests.helpers import train_settings, write_documents
 
@@ -68,28 +69,24 @@ def test_exp_gpt2_trains_on_local_text(pos, here, monkeypatch, capsys):
              "batch_tokens=256", "val_windows=4", "log_every=2", "compile=false", "device=cpu")  # fmt: skip
     logged: list[dict] = []
 
-    class Log:
-        def log(self, row: dict) -> None:
-            logged.append(row)
+    class Log(TrainingLog):
+        def point(self, step: int, values: dict[str, float]) -> None:
+            logged.append(values)
 
-    @contextmanager
-    def tracker(*args):
-        yield Log()
-
-    monkeypatch.setattr(train, "tracker", tracker)
+    monkeypatch.setattr(train, "training_log", lambda *args: nullcontext(Log()))
     for name, peak in (("known", 1e12), ("unknown", None)):
         monkeypatch.setattr(train, "Throughput", with_peak(peak))
         logged.clear()
         train.train(train_settings("exp=gpt2", *small, f"pos={pos}", "steps=4", f"name={name}"))
         state, err = checkpoint.load(here / "runs" / name), capsys.readouterr().err
-        rows = [row for row in logged if "train/loss" in row]
+        rows = [row for row in logged if "loss" in row]
         assert state["step"] == 4 and len(state["model"]) > 12 * 4 and len(rows) == 2
         assert math.isfinite(state["validation"]["loss"])
         if peak:
             n = sum(p.numel() for k, p in state["model"].items() if k != "head.weight")  # tied
             for row in rows:
                 flops = 6 * n + 12 * 12 * 12 * 4 * 64
-                assert row["train/mfu"] == pytest.approx(row["train/tokens_per_s"] * flops / 1e12)
-            assert f"MFU {rows[-1]['train/mfu']:.1%}" in err
+                assert row["mfu"] == pytest.approx(row["tokens_per_s"] * flops / 1e12)
+            assert f"MFU {rows[-1]['mfu']:.1%}" in err
         else:
-            assert "MFU n/a" in err and not any("train/mfu" in row for row in logged)
+            assert "MFU n/a" in err and not any("mfu" in row for row in logged)
