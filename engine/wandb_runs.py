@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 os.environ.setdefault("WANDB_SILENT", "true")
 import wandb
+from tqdm import tqdm
 
 from conf.registry import ROOT
 
@@ -33,7 +34,7 @@ def say(line: str, file: TextIO | None = None) -> None:
     """Print a line about wandb, to stderr unless a file is given, if it has not been printed before."""
     if line not in _said:
         _said.add(line)
-        print(f"wandb: {line}", file=file or sys.stderr, flush=True)
+        tqdm.write(f"wandb: {line}", file=file or sys.stderr)  # above a progress bar, if there is one
 
 
 @contextmanager

@@ -56,9 +56,9 @@ def view(entity: str, project: str) -> Any:
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
 
-    length = {"x": "Step", "title_x": "context length n, tokens", "log_x": True}
-    ratio = {"x": "eval/log2_n_over_L", "title_x": "log2(n / L)"}
-    gains = ["eval/gain", "eval/gain_low", "eval/gain_high"]
+    length: dict[str, Any] = {"x": "Step", "title_x": "context length n, tokens", "log_x": True}
+    ratio: dict[str, Any] = {"x": "eval/log2_n_over_L", "title_x": "log2(n / L)"}
+    gains: list[Any] = ["eval/gain", "eval/gain_low", "eval/gain_high"]
     curves = [
         wr.LinePlot(title="perplexity", y=["eval/ppl"], log_y=True, **length),
         wr.LinePlot(title="bits per byte", y=["eval/bits_per_byte"], **length),

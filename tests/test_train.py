@@ -1,6 +1,5 @@
 """Training runs that can be trusted: resume, signals, kills, full disks, bad losses; and every yaml of conf/ trains."""
 
-import json
 import math
 import resource
 import shutil
@@ -21,7 +20,7 @@ from engine import checkpoint
 from engine.optimizer import learning_rate
 from engine.signals import StopSignal
 from measure.curves import read_curve
-from tests.helpers import ROOT, choices, command, composed, run_eval, run_train, train_settings
+from tests.helpers import ROOT, choices, composed, run_eval, run_train, train_settings
 
 
 def weights(name: str) -> dict:
@@ -265,55 +264,6 @@ def test_run_names_come_from_what_the_command_line_changed():
     assert name("seed=1", "exp=smoke") == name("exp=smoke", "seed=1") == "rope-smoke-seed1"
     assert name("pos.base=500", "optim.lr=1e-3") == "rope-lr1e-3-base500"
     assert name("data=text", "data.files=docs/**/*.txt") == "rope-text-filesdocs_.txt"
-
-
-# ---- wandb ----
-
-
-@pytest.mark.process
-def test_an_offline_wandb_run_can_be_read_back(here):
-    """No account, no terminal, no network: training and evaluation each leave a run that wandb itself reads."""
-    env = {"WANDB_MODE": "offline", "NETRC": "/nonexistent", "WANDB_API_KEY": ""}
-    done = command("train.py", "exp=smoke", "name=x", cwd=here, **env)
-    assert done.returncode == 0, done.stderr
-    done = command("eval.py", "run=x", "ctx=128", "scaling=pi", "documents=4", cwd=here, **env)
-    assert done.returncode == 0, done.stderr
-    read = {}
-    for folder in sorted(Path("wandb").glob("offline-run-*")):
-        inspect = [sys.executable, "-m", "wandb", "leet", "inspect", str(folder), "--json"]
-        lines = subprocess.run(inspect, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
-        records = [json.loads(line) for line in lines]
-        run = next(r["run"] for r in records if r["type"] == "run")
-        read[run["display_name"]] = run, records
-    assert set(read) == {"x", "x none", "x window", "x pi"}
-    assert {run["run_group"] for run, _ in read.values()} == {"x"}
-    run, records = read["x"]
-    assert run["job_type"] == "train" and run["config"]["update"]["pos"]["kind"] == "rope"
-    assert "train/val_bits_per_byte" in json.dumps(records) and "train/tokens_per_s" in json.dumps(records)
-    run, records = read["x pi"]
-    assert run["job_type"] == "eval" and run["config"]["update"]["train"]["ctx"] == 64
-    history = [r for r in records if r["type"] == "history"]
-    assert len(history) == 2 and all(
-        k in json.dumps(history) for k in ("eval/ctx", "eval/ppl", "eval/gain_over_control")
-    )
-    assert "eval/ctx" in json.dumps([r for r in records if r["type"] == "metric"])
-
-
-def test_training_never_dies_of_wandb(here, monkeypatch, capsys):
-    import wandb
-
-    real = wandb.init
-
-    def broken(*args, mode=None, **kwargs):
-        if mode != "disabled":
-            raise wandb.errors.CommError("no route to host")
-        return real(*args, mode=mode, **kwargs)
-
-    monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setattr(wandb, "init", broken)
-    run_train("steps=2", "name=x")
-    err = capsys.readouterr().err
-    assert "wandb: online did not start (no route to host)" in err and weights("x")["step"] == 2
 
 
 @pytest.mark.slow
