@@ -218,9 +218,9 @@ A_ROW = read_curve(ROOT / "tests/data/curve_format2.jsonl").first
 def curve_of(run: str, label: str, losses: dict[int, float], pos: str = "rope", L: int = 64, **values: Any) -> Curve:
     """A curve of 32 documents that differ by a few percent. losses: n -> nats per token. values: of all its rows"""
     rows = []
+    wave = np.sin(np.arange(32) * (2 + len(label)))
     for n, loss in losses.items():
-        nll = [loss * A_ROW.tokens / 32 * (1 + 0.01 * math.sin(i * (2 + len(label)))) for i in range(32)]
-        loss = sum(nll) / A_ROW.tokens
+        nll = (loss * A_ROW.tokens / 32 * (1 + 0.01 * (wave - wave.mean()))).tolist()
         row = {"run": run, "label": label, "pos": pos, "n": n, "train_ctx": L, "extended_ctx": L, "nll": nll}
         row |= {"window": L if label == "window" else None, "loss": loss, "low": loss - 0.1, "high": loss + 0.1}
         row |= {"ppl": math.exp(loss), "bits_per_byte": loss * A_ROW.tokens / math.log(2) / A_ROW.bytes}

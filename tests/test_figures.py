@@ -184,9 +184,10 @@ def test_a_curve_on_top_of_another_leaves_both_visible():
     labels = ("none", "window", "ntk", "dynamic_ntk")
     curves = [curve_of("rope", label, {n: loss + 0.1 * min(i, 2) for n, loss in losses.items()})
               for i, label in enumerate(labels)]  # fmt: skip
+    curves.append(curve_of("rope", "pi", {n: loss + 0.205 for n, loss in losses.items()}))  # near them, but apart
     fig = drawn(plots.draw_curves, curves, Path("x.png"), "title")
-    *_, ntk, dynamic = (line for line in fig.axes[0].lines if line.get_marker() == "o")
-    assert ntk.get_linestyle() == "-" and dynamic.get_linestyle() == "--"
+    *_, ntk, dynamic, pi = (line for line in fig.axes[0].lines if line.get_marker() == "o")
+    assert [line.get_linestyle() for line in (ntk, dynamic, pi)] == ["-", "--", "-"]
     assert {"ntk", "dynamic_ntk"} <= {a.get_text() for a in names_at_line_ends(fig)}
 
 
