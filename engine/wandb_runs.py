@@ -155,7 +155,7 @@ def open_run(
     elif run.offline:
         say(f"offline; to upload: wandb sync --yes {_shown(Path(run.dir).parent.parent)}", sys.stdout)
     else:
-        say(run.url if job_type == "train" else run.project_url, sys.stdout)
+        say(str(run.url if job_type == "train" else run.project_url), sys.stdout)
     try:
         yield run
     except BaseException:

@@ -45,7 +45,7 @@ def save(entity: str | None, project: str) -> str:
 
     if not wandb.login(prompt=False, verify=False):
         raise ConnectionError("not logged in: wandb login")
-    return view(entity or wandb.Api(timeout=20).default_entity, project).save().url
+    return view(entity or str(wandb.Api(timeout=20).default_entity), project).save().url
 
 
 def view(entity: str, project: str) -> Any:

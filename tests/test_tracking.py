@@ -570,9 +570,9 @@ def server(tmp_path) -> Generator[Server]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_server_shows_one_run_for_a_resumed_training_and_six_for_six_evaluations(server, here):
-    """About two minutes: each run takes seconds to open and to end."""
+    """Two minutes and more: each wandb run takes seconds to open and to end."""
     train = ("train.py", "exp=smoke", "name=x", "log_every=5")
     done = command(*train, cwd=here, **server.env)
     assert done.returncode == 0 and f"wandb: {server.url}/default/ropewalk/runs/x-" in done.stdout, done.stderr
@@ -583,9 +583,9 @@ def test_a_server_shows_one_run_for_a_resumed_training_and_six_for_six_evaluatio
     assert set(server.steps(training["run_id"], "train/loss")) == {5, 10, 15, 20}
     assert training["summary"]["minutes"] > 0 and training["config"]["pos"]["value"]["kind"] == "rope"
 
-    evaluations = [["ctx=256"], ["ctx=128"], ["ctx=[64,256]"], ["ctx=256", "task=sliding"],
-                   ["ctx=256", "task=prefix"], ["ctx=256", "documents=5"]]  # fmt: skip
-    for settings in [*evaluations, ["ctx=256", "fresh=true"]]:  # the last is the first again
+    evaluations = [["ctx=128"], ["ctx=256"], ["ctx=[64,192]"], ["ctx=128", "task=sliding"],
+                   ["ctx=128", "task=prefix"], ["ctx=128", "documents=5"]]  # fmt: skip
+    for settings in [*evaluations, ["ctx=128", "fresh=true"]]:  # the last is the first again
         done = command("eval.py", "run=x", "documents=4", *settings, cwd=here, **server.env)
         assert done.returncode == 0 and f"wandb: {server.url}/default/ropewalk\n" in done.stdout, done.stderr
     runs = {run["display_name"]: run for run in server.runs() if run["run_id"] != training["run_id"]}
@@ -596,7 +596,7 @@ def test_a_server_shows_one_run_for_a_resumed_training_and_six_for_six_evaluatio
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_server_that_dies_costs_at_most_15_seconds_and_nothing_else(server, here):
     argv = [sys.executable, str(Path(wandb_runs.ROOT) / "train.py"), "exp=smoke", "name=x", "steps=60", "save_every=60"]
     env = {**os.environ, "PYTHONPATH": str(wandb_runs.ROOT), **server.env}
@@ -616,7 +616,7 @@ def test_a_server_that_dies_costs_at_most_15_seconds_and_nothing_else(server, he
 
     server.start()  # nothing is lost: what could not be sent is uploaded with the printed commands
     for args in (upload, ["wandb", "sync", "--yes", "./wandb"]):
-        subprocess.run([sys.executable, "-m", *args], cwd=here, env=env, check=True, capture_output=True, timeout=240)
+        subprocess.run([sys.executable, "-m", *args], cwd=here, env=env, check=True, capture_output=True, timeout=600)
     runs = {" ".join(run["display_name"].split()[:2]): run["run_id"] for run in server.runs()}
     assert set(runs) == {"x", "x none", "x window", "x pi"}
     assert set(server.steps(runs["x"], "train/loss")) == {10, 20, 30, 40, 50, 60}
