@@ -235,7 +235,8 @@ function set(id, value) {
   input.dispatchEvent(new Event("change"));
 }
 (async () => {
-  const result = { counts: {}, axes: [] };
+  const names = (id) => [...document.querySelectorAll(`#${id} label`)].map((label) => label.textContent);
+  const result = { counts: {}, axes: [], runs: names("runs"), methods: names("methods") };
   await wait();
   set("color", "method");
   await wait();
@@ -271,7 +272,8 @@ def test_in_a_browser_the_page_opens_and_a_method_can_be_switched_off(tmp_path):
     import_or_skip("bokeh")
     if not CHROMIUM:
         pytest.skip("chromium is not installed")
-    page.write_page(curves_of_runs(), tmp_path / "page.html", "title")
+    curves = [*curves_of_runs(), curve_of("none", "none", LOSSES, "none")]
+    page.write_page(curves, tmp_path / "page.html", "title")
     ntk = [int(plots.COLORS["methods"]["ntk"][i : i + 2], 16) for i in (1, 3, 5)]
     text = (tmp_path / "page.html").read_text()
     text = text.replace("<head>", "<head>" + LISTEN, 1).replace(
@@ -292,6 +294,8 @@ def test_in_a_browser_the_page_opens_and_a_method_can_be_switched_off(tmp_path):
     result = json.loads(html.unescape(found))
     assert result["problems"] == []
     assert result["nothing"].startswith("Nothing to show")
+    assert result["runs"] == ["rope", "alibi", "none"]
+    assert result["methods"] == ["no scaling", "window control", "ntk"]
     counts = result["counts"]
     assert counts["shown"] > 200 and counts["off"] == 0 and counts["on"] == counts["shown"]
     assert counts["encodings"] == 0  # the lines have the colours of rope and alibi
