@@ -52,6 +52,25 @@ def chosen(config: str) -> dict[str, str | None]:
     return groups | {group: name for group, _, name in given if group in groups and name in choices(group)}
 
 
+def wrong_setting(config: str) -> str | None:
+    """One line about the first argument whose setting or choice does not exist. What Hydra must parse is left to it."""
+    groups, names = chosen(config), setting_names(config)
+    known = {name.partition(".")[0] for name in names} | {"exp", "eval_exp", "hydra"}
+    matches = (re.fullmatch(r"([+~]*)(\w+)([\w./]*)=(.*)", argument, flags=re.S) for argument in sys.argv[1:])
+    given = [match.groups() for match in matches if match]
+    # A group of several choices, or one that an exp= may choose, has settings that are not known here
+    unknown = {name for _, name, rest, value in given if name == "exp" or (not rest and value not in choices(name))}
+    for sign, name, rest, value in given:
+        wrong = name not in known
+        if name in groups and not rest and re.fullmatch(r"[\w,]+", value):
+            wrong = not {*value.split(",")} <= {*choices(name), "null"}
+        elif name in groups and rest and not sign and not {name, "exp"} & unknown:
+            wrong = name + rest not in names
+        if wrong:
+            return explain(config, name + rest, value)
+    return None
+
+
 def explain(config: str, name: str, value: str = "") -> str:
     """One line about a setting or a choice of a group that does not exist, with the most similar names.
 

@@ -1,7 +1,7 @@
 """All changes of Hydra's behaviour, in one place. Written for hydra-core 1.3.8 (1.4.0rc3 works as well).
 
 1. Error messages of Hydra and OmegaConf span many lines and end with advice on an environment variable. Here they
-   become one line (`hydra_message`). To delete when Hydra can print an error without a traceback.
+   become one line (conf/hydra_messages.py). To delete when Hydra can print an error without a traceback.
 2. `run_and_report` of hydra._internal prints those lines itself and exits, so it is replaced (`run_main`). To delete
    when Hydra lets the caller handle errors.
 3. In a sweep (-m) an exception ends all jobs that follow. `sweep_job` returns the failure instead, and `run_main` lists
@@ -13,11 +13,9 @@
 """
 
 import functools
-import re
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from hydra._internal import utils as hydra_utils
@@ -30,19 +28,6 @@ from conf.errors import UserError, user_errors_in_one_line
 from conf.registry import choices
 
 warnings.filterwarnings("ignore", "The version_base parameter is deprecated")  # by 1.4; 1.3 needs it
-
-
-def hydra_message(e: BaseException) -> str:
-    """The message of a Hydra or OmegaConf error in one line, without key types, search paths and links."""
-    text = str(e) if e.__cause__ is None or not isinstance(e, HydraException) else f"{e}: {e.__cause__}"
-    unwanted = "full_key|object_type|reference_type|Set the environment variable HYDRA_FULL_ERROR|See https?://"
-    if wrong := re.search(r"Could not (?:override|find) '([\w.]+)(?:/(\w+))?'", text):
-        from conf.help import explain
-
-        config = re.search(r"In '(\w+)'", text)
-        return explain(config[1] if config else Path(sys.argv[0]).stem, wrong[1], wrong[2] or "")
-    text = re.sub(rf"\n\s*({unwanted})[^\n]*|(?s:\s*Config search path:.*)", "", text)
-    return re.sub(r"\s+", " ", text.replace("\n\t", ", ").replace(":, ", ": ")).strip()
 
 
 class JobFailed(BaseException):
@@ -80,6 +65,8 @@ def run_jobs(launch: Callable) -> Any:
         raise e.__cause__ or e from None
     # Hydra raises a ValueError for pos=null, and an OSError for a folder that it cannot create
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as e:
+        from conf.hydra_messages import hydra_message
+
         raise UserError(hydra_message(e)) from e
     if isinstance(result, list):  # of a sweep
         from conf.sweeps import raise_failures

@@ -18,7 +18,6 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from conf.errors import UserError, check
-from conf.hydra_patches import hydra_message
 from conf.registry import choices, yaml_values
 
 # ---- rules ----
@@ -243,6 +242,8 @@ def to_object(cfg: DictConfig, kind: type[Any]) -> Any:
         value = OmegaConf.select(cfg, str(e.full_key))
         raise UserError(f"{e.full_key}={value}: no such setting; there are {there_are}") from None
     except OmegaConfBaseException as e:
+        from conf.hydra_messages import hydra_message
+
         raise UserError(hydra_message(e)) from e
 
 
