@@ -1,6 +1,7 @@
 """Compile the RoPE kernel for sm_90 without a GPU and count instructions in its machine code: python -m bench.sass
 
-Prints one line of JSON per variant. Exit code 3 and a line with the reason if this triton has no assembler.
+Every variant is compiled for the arguments with which the op launches the kernel, forward and backward, and prints one
+line of JSON. Exit code 3 and a line with the reason if this triton has no assembler.
 """
 
 import json
@@ -9,106 +10,134 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 os.environ.pop("TRITON_INTERPRET", None)  # read when the kernel is decorated, so before its import
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from kernels import rope_triton
 
-
-def compile_one(dtype: str, interleaved: bool, D: int, P: int) -> dict[str, str | int]:
-    """Compile one variant of the kernel for sm_90 and count the instructions in its machine code.
-
-    dtype: fp32 or bf16, as Triton calls them. D: head width; P: rotary pairs. shared and stack are in bytes; loads_128
-    and stores_128 are the global accesses of 128 bits; local is the number of accesses to spilled registers.
-    """
-    fn = rope_triton._rope_kernel
-    block = rope_triton.tile(P, 4 if dtype == "fp32" else 2)
-    warps = block.pop("num_warps")
-    constants = {
-        "D": D, "P": P, "BLOCK_TAIL": triton.next_power_of_2(max(1, D - 2 * P)), "BLOCK_H": rope_triton.BLOCK_H,
-        "HEADS": rope_triton.HEADS, "INTERLEAVED": interleaved, "HAS_POSITIONS": False, **block,
-    }  # fmt: skip
-    signature, attrs = {}, {}
-    for i, name in enumerate(fn.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            head = name.removesuffix("_ptr")
-            signature[name] = "*i64" if head in ("phase", "positions") else f"*{dtype}"
-            attrs[(i,)] = [["tt.divisibility", 16]]
-        elif name == "scale":
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32"
-            if name.endswith(("_sb", "_st", "_sh")) and name != "p_sb":
-                attrs[(i,)] = [["tt.divisibility", 16]]
-    constexprs = {(fn.arg_names.index(k),): v for k, v in constants.items()}
-    source = ASTSource(fn, signature, constexprs, attrs)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(built.asm["cubin"])
-        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-        sass = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
-        usage = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-
-    def count(pattern: str) -> int:
-        return len(re.findall(pattern, sass))
-
-    loads, stores = count(r"\bLDG\b"), count(r"\bSTG\b")
-    wide = (count(r"\bLDG\.[A-Z0-9.]*128\b"), count(r"\bSTG\.[A-Z0-9.]*128\b"))
-    return {
-        "dtype": dtype, "interleaved": interleaved, "D": D, "P": P, "shared": built.metadata.shared,
-        "loads": loads, "loads_128": wide[0], "stores": stores, "stores_128": wide[1],
-        "shuffles": count(r"\bSHFL\b"), "local": count(r"\b(LDL|STL)\b"),
-        "registers": int(re.findall(r"REG:(\d+)", usage)[0]), "stack": int(re.findall(r"STACK:(\d+)", usage)[0]),
-    }  # fmt: skip
+TARGET = GPUTarget("cuda", 90, 32)
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# (dtype, interleaved, D, P): the models' head widths, and a head of which half is rotated
+VARIANTS = [
+    (dtype, interleaved, D, P)
+    for dtype in (torch.bfloat16, torch.float32)
+    for interleaved in (False, True)
+    for D, P in ((128, 64), (64, 32), (128, 32))
+]
+# What an instruction of the machine code is counted as
+COUNTED = {
+    "instructions": r"(?!NOP)", "loads_128": r"LDG\S*\.128", "stores": r"STG", "stores_128": r"STG\S*\.128",
+    "shuffles": r"SHFL", "local": r"LDL|STL", "fp64": r"D(ADD|MUL|FMA|SETP)|[FI]2[FI]\S*64|MUFU\S*64",
+}  # fmt: skip
 
 
-def compile_keys() -> list[str]:
-    """The keys of Triton's cache of compiled kernels, for forward and backward at many shapes: all should be equal."""
-    kernel = rope_triton._rope_kernel
-    backend = make_backend(GPUTarget("cuda", 90, 32))
-    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    keys = []
+@contextmanager
+def recorded_launches() -> Iterator[list[tuple[list, dict[str, Any], int]]]:
+    """Within it the op launches nothing, but appends (types and divisibility, arguments, warps) of each launch."""
+    kernel, launches = rope_triton._rope_kernel, []
+    binder = create_function_from_signature(kernel.signature, kernel.params, make_backend(TARGET))
 
     class Recorder:
         def __getitem__(self, grid):
             def record(*args, num_warps, **kwargs):
-                _, specialization, options = binder(*args, num_warps=num_warps, debug=False, **kwargs)
-                keys.append(f"{specialization} {options}")
+                bound, specialization, _ = binder(*args, num_warps=num_warps, debug=False, **kwargs)
+                launches.append((specialization, bound, num_warps))
 
             return record
 
-    phase = torch.ones(64, dtype=torch.int64)
-    for B, T, H, offset in ((1, 1, 16, 0), (2, 17, 16, 5), (3, 256, 16, 10**6), (1, 512, 4, 1), (5, 33, 8, 16)):
-        packed = torch.zeros(B, T, 3 * H, 128, dtype=torch.bfloat16)
-        q, k, _ = packed.split(H, dim=2)
-        gradient = torch.zeros(B, H, T, 128, dtype=torch.bfloat16).transpose(1, 2)  # as attention returns it
-        for x, y in ((q, k), (gradient, gradient)):
-            out = torch.empty(x.shape, dtype=x.dtype)
-            rope_triton.launch(x, y, out, out, phase, None, offset, False, 1.0, wrap=lambda kernel: Recorder())
-    return keys
+    with mock.patch.object(rope_triton, "_rope_kernel", Recorder()):
+        yield launches
+
+
+def machine_code(launch: tuple[list, dict[str, Any], int], **types: str) -> dict[str, int]:
+    """Compile the kernel for sm_90 as Triton would for this launch, and count the instructions of its machine code.
+
+    types: argument -> the type that it has instead. shared and stack are in bytes; loads_128 and stores_128 are the
+    accesses to global memory of 128 bits; local are those to spilled registers; loads_before_angles counts the loads of
+    128 bits before the first angle becomes a float32.
+    """
+    kernel, (specialization, bound, warps) = rope_triton._rope_kernel, launch
+    values, signature, constants, attributes = list(bound.values()), {}, {}, {}
+    for i, (name, (kind, value)) in enumerate(zip(kernel.arg_names, specialization, strict=True)):
+        signature[name] = types.get(name, kind)
+        if kind == "constexpr":
+            constants[(i,)] = values[i]
+        elif value == "D":  # divisible by 16
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    built = triton.compile(source, target=TARGET, options={"num_warps": warps})
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(built.asm["cubin"])
+        sass, usage = (
+            subprocess.run([TOOLS / "cuobjdump", flag, cubin], capture_output=True, text=True, check=True).stdout
+            for flag in ("-sass", "-res-usage")
+        )
+    code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z]\S*)", sass, flags=re.M)
+    counts = {name: sum(bool(re.match(pattern, x)) for x in code) for name, pattern in COUNTED.items()}
+    angles = next(i for i, x in enumerate(code) if x.startswith("I2F"))
+    return {
+        "layout": stored_layout(built.asm["ttgir"]), **counts, "loads_before_angles": sum("LDG" in x and "128" in x for x in code[:angles]),
+        "shared": built.metadata.shared, "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
+        "stack": int(re.findall(r"STACK:(\d+)", usage)[0]),
+    }  # fmt: skip
+
+
+def stored_layout(ttgir: str) -> str:
+    """The layout of the tile of a head: elements of a lane, lanes of a warp and warps, as [tokens, dimensions]."""
+    layouts = dict(re.findall(r"(#\w+) = #ttg\.blocked<\{(.*?), order", ttgir))
+    names = set(re.findall(r"tt\.store .*?(#blocked\d*)>", ttgir))
+    return "; ".join(sorted(re.sub(r" = |, (?=[a-z])", " ", layouts[name]) for name in names))
+
+
+def both_directions(qkv: Tensor, heads: int, P: int, positions: Tensor | None, interleaved: bool) -> None:
+    """Launch the kernel for rope_packed of qkv [B, T, 3 heads, D], and for its gradient in the layout of attention."""
+    qkv = qkv.requires_grad_()
+    phase = torch.ones(P, dtype=torch.int64)
+    outputs = rope_triton.rope_packed(qkv, heads, heads, phase, positions, 5, interleaved, 1.0)
+    gradients = [torch.zeros_like(y.transpose(1, 2).contiguous()).transpose(1, 2) for y in outputs]
+    torch.autograd.grad(outputs, qkv, gradients)
+
+
+def compile_keys() -> set[str]:
+    """The keys of Triton's cache of compiled kernels for forward and backward at many shapes: they should be equal."""
+    with recorded_launches() as launches:
+        for B, T, H in ((1, 1, 16), (2, 17, 16), (3, 256, 16), (1, 512, 4), (5, 33, 8)):
+            both_directions(torch.zeros(B, T, 3 * H, 128, dtype=torch.bfloat16), H, 64, None, False)
+    return {f"{specialization} {warps}" for specialization, _, warps in launches}
 
 
 def main() -> None:
-    """Print the number of distinct compilations over many shapes, then one line for each variant."""
-    print(json.dumps({"compiles": len(set(compile_keys()))}), flush=True)
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    if not ((tools / "cuobjdump").exists() and (tools / "ptxas").exists()):
+    """Print the number of distinct compilations over many shapes, then one line for each variant.
+
+    The last line is the kernel with a float64 scale, as a caller might type it.
+    """
+    print(json.dumps({"triton": triton.__version__, "compiles": len(compile_keys())}), flush=True)
+    if not all((TOOLS / name).exists() for name in ("ptxas", "cuobjdump")):
         print("skipped: this triton has no ptxas and cuobjdump")
         sys.exit(3)
-    for dtype in ("bf16", "fp32"):
-        for interleaved in (False, True):
-            for D, P in ((128, 64), (64, 32)):
-                print(json.dumps(compile_one(dtype, interleaved, D, P)), flush=True)
+    for dtype, interleaved, D, P in VARIANTS:
+        name = {"dtype": str(dtype).removeprefix("torch."), "interleaved": interleaved, "D": D, "P": P}
+        for positions in (None, torch.arange(17)):
+            with recorded_launches() as launches:
+                both_directions(torch.zeros(2, 17, 48, D, dtype=dtype), 16, P, positions, interleaved)
+            forward, backward = (machine_code(launch) for launch in launches)
+            assert forward == backward, (forward, backward)
+            row = {**name, "positions": positions is not None, **forward}
+            print(json.dumps(row), flush=True)
+    print(json.dumps({**name, "scale": "fp64", **machine_code(launches[0], scale="fp64")}))
 
 
 if __name__ == "__main__":

@@ -9,23 +9,32 @@ from kernels import rope_triton
 
 
 @triton.jit
-def _copy_kernel(x_ptr, y_ptr, rows, W, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr, WIDTH: tl.constexpr):
-    """Copy x [rows, W], contiguous, by the tiles of the rotation: WIDTH columns a program, BLOCK_W at a time."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    for block in tl.static_range(WIDTH // BLOCK_W):
-        column = tl.program_id(1) * WIDTH + block * BLOCK_W + tl.arange(0, BLOCK_W)
-        mask = (row < rows)[:, None] & (column < W)[None, :]
-        at = row[:, None] * W + column[None, :]
-        tl.store(y_ptr + at, tl.load(x_ptr + at, mask=mask), mask=mask)
+def _copy_kernel(x_ptr, y_ptr, T, N, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, HEADS: tl.constexpr):
+    """Copy x [T, N, 2 BLOCK_P], contiguous: BLOCK_T tokens and HEADS heads a program, one head at a time."""
+    t = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    pair = tl.arange(0, BLOCK_P)[None, :]
+    h = tl.program_id(1) * HEADS
+    at = (t * N + h) * 2 * BLOCK_P + pair
+    x1 = tl.load(x_ptr + at, mask=(t < T) & (h < N))
+    x2 = tl.load(x_ptr + at + BLOCK_P, mask=(t < T) & (h < N))
+    for i in tl.static_range(HEADS):
+        y1, y2 = x1, x2
+        if i + 1 < HEADS:
+            inside = (t < T) & (h + i + 1 < N)
+            x1 = tl.load(x_ptr + at + (i + 1) * 2 * BLOCK_P, mask=inside)
+            x2 = tl.load(x_ptr + at + (2 * i + 3) * BLOCK_P, mask=inside)
+        tl.store(y_ptr + at + i * 2 * BLOCK_P, y1, mask=(t < T) & (h + i < N))
+        tl.store(y_ptr + at + (2 * i + 1) * BLOCK_P, y2, mask=(t < T) & (h + i < N))
 
 
 def tile_copy(x: Tensor) -> Tensor:
-    """A copy of x [B, T, N, D], contiguous, made with the tile of the rotary kernel."""
-    x = x.contiguous()
-    (B, T, N, D), y = x.shape, torch.empty_like(x)
-    block = rope_triton.tile(triton.next_power_of_2(D) // 2, x.element_size())
-    width = triton.next_power_of_2(D)
-    grid = (triton.cdiv(B * T, block["BLOCK_T"]), triton.cdiv(N * D, rope_triton.HEADS * width))
-    _copy_kernel[grid](x, y, B * T, N * D, BLOCK_T=block["BLOCK_T"], BLOCK_W=rope_triton.BLOCK_H * width,  # ty: ignore[invalid-argument-type]
-                       WIDTH=rope_triton.HEADS * width, num_warps=block["num_warps"])  # fmt: skip  # ty: ignore[unknown-argument]
+    """A copy of x [B, T, N, D], contiguous, made with the tile of the rotary kernel; D is rounded up in heads."""
+    y = torch.empty_like(x)
+    width = triton.next_power_of_2(x.shape[-1])
+    rows, N = x.shape[0] * x.shape[1], x.shape[2] * x.shape[3] // width
+    assert N * width == x.shape[2] * x.shape[3], f"{tuple(x.shape)}: the heads cannot be cut into heads of {width}"
+    block = rope_triton.tile(width // 2, x.element_size())
+    warps, heads = block.pop("num_warps"), block["HEADS"]
+    grid = (triton.cdiv(rows, block["BLOCK_T"]), triton.cdiv(N, heads))
+    _copy_kernel[grid](x, y, rows, N, **block, num_warps=warps)  # ty: ignore[invalid-argument-type, unknown-argument]
     return y

@@ -3,23 +3,22 @@
 Differences from other rotary kernels; results/README.md has the measurements:
 * Angles are exact at any position: integer phases as in angles.py, so there is no table and no longest position.
 * Sine and cosine are short polynomials, computed in registers while memory is being read.
-* The tile is [tokens, heads, dim], so that every global load and store is 128 bits wide.
-* The backward pass is the same kernel with negated phases. No operation is in place.
+* The tile is one head of some tokens, and the heads are a loop, so that every load and store of q and k is 128 bits wide.
+* The backward pass is the same kernel with the sign -1. No operation is in place.
 
 Only kernels/rope.py imports this file, and only when the kernel runs: it is the one file that needs triton.
 
 Letters: B batch, T time, H heads of q, G heads of k, D head width, P rotary pairs.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, library as torch_ops
 
-BLOCK_H = 4  # heads in one tile
-HEADS = 16  # heads in one program, as a loop over tiles that share their sines and cosines
+HEADS = 16  # heads in one program, as a loop over heads that share their sines and cosines
 
 
 # ---- the kernel ----
@@ -45,61 +44,77 @@ def _cos_sin(turn):
 
 
 @triton.jit
-def _rotate_heads(
-    x_ptr, x_sb, x_st, x_sh, y_ptr, y_sb, y_st, y_sh, b, first, t, T, N, cos, sin,
-    D: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+def _load_head(
+    x_row, inside, D: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+    BLOCK_T: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Heads first .. first + HEADS - 1 of x [B, T, N, D], rotated, -> y, at tokens t. cos, sin [BLOCK_T, BLOCK_P]."""
-    pair = tl.arange(0, BLOCK_P)
-    tail = tl.arange(0, BLOCK_TAIL)
-    in_pair, in_tail = pair < P, tail < D - 2 * P
-    for block in tl.static_range(HEADS // BLOCK_H):
-        h = first + block * BLOCK_H + tl.arange(0, BLOCK_H)
-        rows = (t < T)[:, None] & (h < N)[None, :]  # [BLOCK_T, BLOCK_H]
-        x_row = x_ptr + b * x_sb + t[:, None] * x_st + h[None, :] * x_sh
-        y_row = y_ptr + b * y_sb + t[:, None] * y_st + h[None, :] * y_sh
-        mask = rows[:, :, None] & in_pair[None, None, :]
-        tail_mask = rows[:, :, None] & in_tail[None, None, :]
-        # The tile is loaded completely before anything is stored.
-        if INTERLEAVED:
-            both = tl.arange(0, 2 * BLOCK_P)
-            wide = rows[:, :, None] & (both < 2 * P)[None, None, :]
-            x = tl.load(x_row[:, :, None] + both[None, None, :], mask=wide, other=0.0).to(tl.float32)
-            x1, x2 = tl.split(tl.reshape(x, (BLOCK_T, BLOCK_H, BLOCK_P, 2)))
-        else:
-            x1 = tl.load(x_row[:, :, None] + pair[None, None, :], mask=mask, other=0.0).to(tl.float32)
-            x2 = tl.load(x_row[:, :, None] + P + pair[None, None, :], mask=mask, other=0.0).to(tl.float32)
-        if 2 * P < D:
-            rest_at = 2 * P + tail[None, None, :]
-            rest = tl.load(x_row[:, :, None] + rest_at, mask=tail_mask, other=0.0).to(tl.float32)
-        c, s = cos[:, None, :], sin[:, None, :]  # one angle for all heads
-        y1, y2 = x1 * c - x2 * s, x2 * c + x1 * s
-        out = y_ptr.dtype.element_ty
-        if INTERLEAVED:
-            y = tl.reshape(tl.join(y1, y2), (BLOCK_T, BLOCK_H, 2 * BLOCK_P))
-            tl.store(y_row[:, :, None] + both[None, None, :], y.to(out), mask=wide)
-        else:
-            tl.store(y_row[:, :, None] + pair[None, None, :], y1.to(out), mask=mask)
-            tl.store(y_row[:, :, None] + P + pair[None, None, :], y2.to(out), mask=mask)
-        if 2 * P < D:
-            tl.store(y_row[:, :, None] + rest_at, rest.to(out), mask=tail_mask)
+    """One head of BLOCK_T tokens, float32: both halves of the pairs [BLOCK_T, BLOCK_P], the rest [BLOCK_T, BLOCK_TAIL].
+
+    x_row: pointers [BLOCK_T, 1] to the head of each token. inside: bool [BLOCK_T, 1], whether it exists.
+    """
+    pair = tl.arange(0, BLOCK_P)[None, :]
+    mask = inside & (pair < P)
+    if INTERLEAVED:
+        both = tl.arange(0, 2 * BLOCK_P)[None, :]
+        x = tl.load(x_row + both, mask=inside & (both < 2 * P), other=0.0).to(tl.float32)
+        x1, x2 = tl.split(tl.reshape(x, (BLOCK_T, BLOCK_P, 2)))
+    else:
+        x1 = tl.load(x_row + pair, mask=mask, other=0.0).to(tl.float32)
+        x2 = tl.load(x_row + P + pair, mask=mask, other=0.0).to(tl.float32)
+    rest = x1
+    if 2 * P < D:
+        tail = tl.arange(0, BLOCK_TAIL)[None, :]
+        rest = tl.load(x_row + 2 * P + tail, mask=inside & (tail < D - 2 * P), other=0.0).to(tl.float32)
+    return x1, x2, rest
 
 
-@triton.jit(do_not_specialize=["T", "H", "G", "p_sb", "offset", "k_program"])
+@triton.jit
+def _store_head(
+    y_row, inside, y1, y2, rest, D: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_TAIL: tl.constexpr,
+    BLOCK_T: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """The inverse of _load_head: the arguments are those, and the tiles are rounded to the dtype of y."""
+    out = y_row.dtype.element_ty
+    pair = tl.arange(0, BLOCK_P)[None, :]
+    mask = inside & (pair < P)
+    if INTERLEAVED:
+        both = tl.arange(0, 2 * BLOCK_P)[None, :]
+        y = tl.reshape(tl.join(y1, y2), (BLOCK_T, 2 * BLOCK_P))
+        tl.store(y_row + both, y.to(out), mask=inside & (both < 2 * P))
+    else:
+        tl.store(y_row + pair, y1.to(out), mask=mask)
+        tl.store(y_row + P + pair, y2.to(out), mask=mask)
+    if 2 * P < D:
+        tail = tl.arange(0, BLOCK_TAIL)[None, :]
+        tl.store(y_row + 2 * P + tail, rest.to(out), mask=inside & (tail < D - 2 * P))
+
+
+@triton.jit(do_not_specialize=["T", "H", "G", "p_sb", "offset", "sign", "k_program"])
 def _rope_kernel(
     q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, yq_ptr, yq_sb, yq_st, yq_sh, yk_ptr, yk_sb, yk_st, yk_sh,
-    phase_ptr, positions_ptr, p_sb, offset, scale, T, H, G, k_program,
+    phase_ptr, positions_ptr, p_sb, offset, sign, scale, T, H, G, k_program,
     D: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """Program (time block, head block, batch row). Head blocks 0 .. k_program - 1 rotate q, the others k.
 
     *_sb, *_st, *_sh: strides of batch, time and head in elements; the stride of the last dimension is 1. p_sb: stride
-    of the batch in positions, 0 if all rows share them.
+    of the batch in positions, 0 if all rows share them. sign: 1, or -1 for the inverse rotation.
     """
-    b = tl.program_id(2).to(tl.int64)  # int64 from here on: a packed view outgrows 2^31 elements first
+    b = tl.program_id(2).to(tl.int64)  # int64, as all offsets below: heads can be 2^31 elements apart
+    h = tl.program_id(1).to(tl.int64) * HEADS
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    # A choice of pointers, not of code: a branch would have to wait for the angles before its first load
+    x_ptr, x_sb, x_st, x_sh, y_ptr, y_sb, y_st, y_sh, N = q_ptr, q_sb, q_st, q_sh, yq_ptr, yq_sb, yq_st, yq_sh, H
+    if tl.program_id(1) >= k_program:
+        x_ptr, x_sb, x_st, x_sh, y_ptr, y_sb, y_st, y_sh, N = k_ptr, k_sb, k_st, k_sh, yk_ptr, yk_sb, yk_st, yk_sh, G
+        h -= k_program * HEADS
+    x_row = x_ptr + b * x_sb + h * x_sh + t[:, None] * x_st
+    y_row = y_ptr + b * y_sb + h * y_sh + t[:, None] * y_st
+    token = (t < T)[:, None]
+    x1, x2, rest = _load_head(x_row, token & (h < N), D, P, BLOCK_P, BLOCK_TAIL, BLOCK_T, INTERLEAVED)
+
+    # The angles, while the first head is being read
     pair = tl.arange(0, BLOCK_P)
     phase = tl.load(phase_ptr + pair, mask=pair < P, other=0)
     if HAS_POSITIONS:
@@ -107,17 +122,18 @@ def _rope_kernel(
     else:
         position = t + offset
     # The product overflows modulo 2^64, which is the reduction modulo full rotations.
-    cos, sin = _cos_sin(((position[:, None] * phase[None, :]) >> 32).to(tl.int32))
-    cos, sin = cos * scale, sin * scale
-    program = tl.program_id(1)
-    if program < k_program:
-        _rotate_heads(
-            q_ptr, q_sb, q_st, q_sh, yq_ptr, yq_sb, yq_st, yq_sh, b, program * HEADS, t, T, H, cos, sin,
-            D, P, BLOCK_P, BLOCK_TAIL, BLOCK_T, BLOCK_H, HEADS, INTERLEAVED)  # fmt: skip
-    else:
-        _rotate_heads(
-            k_ptr, k_sb, k_st, k_sh, yk_ptr, yk_sb, yk_st, yk_sh, b, (program - k_program) * HEADS, t, T, G, cos, sin,
-            D, P, BLOCK_P, BLOCK_TAIL, BLOCK_T, BLOCK_H, HEADS, INTERLEAVED)  # fmt: skip
+    cos, sin = _cos_sin((((position * sign)[:, None] * phase[None, :]) >> 32).to(tl.int32))
+    factor = tl.full((1, 1), scale, tl.float32)  # a caller that types scale as float64 would make all of this float64
+    cos, sin = cos * factor, sin * factor
+
+    for i in tl.static_range(HEADS):
+        y1, y2, kept = x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest
+        x_row += x_sh  # not + i * x_sh, a product of 32 bits
+        if i + 1 < HEADS:  # the next head is read before this one is written
+            inside = token & (h + i + 1 < N)
+            x1, x2, rest = _load_head(x_row, inside, D, P, BLOCK_P, BLOCK_TAIL, BLOCK_T, INTERLEAVED)
+        _store_head(y_row, token & (h + i < N), y1, y2, kept, D, P, BLOCK_P, BLOCK_TAIL, BLOCK_T, INTERLEAVED)
+        y_row += y_sh
 
 
 # ---- the launch ----
@@ -126,78 +142,89 @@ def _rope_kernel(
 def tile(P: int, itemsize: int, warps: int = 4) -> dict[str, int]:
     """Block sizes for P rotary pairs and elements of `itemsize` bytes: a fixed rule, no autotuning.
 
-    Each lane has two 128-bit accesses in flight for each head, and the kernel needs at most 80 registers on sm_90.
+    Each lane loads 128 bits of each half of a head, so all versions of Triton choose the same layout: a lane holds
+    neighbouring elements of one token. With bfloat16 and D = 128 the kernel needs 56 registers on sm_90. The command
+    `python -m bench.rope sweep` compares other tiles.
     """
     BLOCK_P = triton.next_power_of_2(P)
-    BLOCK_T = max(1, 32 * warps * 16 // (2 * BLOCK_P * itemsize))
-    return {"BLOCK_P": BLOCK_P, "BLOCK_T": triton.next_power_of_2(min(32, BLOCK_T)), "num_warps": warps}
+    BLOCK_T = max(1, 32 * warps * 16 // (BLOCK_P * itemsize))
+    return {"BLOCK_P": BLOCK_P, "BLOCK_T": min(64, BLOCK_T), "HEADS": HEADS, "num_warps": warps}
 
 
 def launch(
     q: Tensor, k: Tensor, yq: Tensor, yk: Tensor, phase: Tensor, positions: Tensor | None, offset: int,
-    interleaved: bool, scale: float, wrap: Callable = lambda kernel: kernel,
+    interleaved: bool, scale: float, inverse: bool, block: dict[str, int] | None = None, kernel: Any = None,
 ) -> None:  # fmt: skip
     """Rotate q [B, T, H, D] and k [B, T, G, D] into yq and yk of the same shapes.
 
-    All four may have any strides, as long as the last one is 1. wrap: applied to the kernel before the launch, such as
-    wrap_triton (of torch). The other arguments are those of kernels.rope.rope.
+    All may have any strides, but those of yq and yk must be 1 in the last dimension. inverse: rotate by the negative
+    angles. The next arguments are those of kernels.rope.rope. block: a tile other than `tile`; kernel: another function
+    to launch than _rope_kernel. Both are for benchmarks.
     """
     B, T, H, D = q.shape
     G, P = k.shape[2], len(phase)
     if q.numel() + k.numel() == 0:
         return
-    block = tile(P, q.element_size())
-    k_program = triton.cdiv(H, HEADS)
-    grid = (triton.cdiv(T, block["BLOCK_T"]), k_program + triton.cdiv(G, HEADS), B)
+    q, k, phase = _unit_stride(q), _unit_stride(k), _unit_stride(phase)
+    positions = None if positions is None else _unit_stride(positions)
+    block = block or tile(P, q.element_size())
+    k_program = triton.cdiv(H, block["HEADS"])
+    grid = (triton.cdiv(T, block["BLOCK_T"]), k_program + triton.cdiv(G, block["HEADS"]), B)
     p_sb = 0 if positions is None or positions.dim() == 1 else positions.stride(0)
-    wrap(_rope_kernel)[grid](
+    (kernel or _rope_kernel)[grid](
         q, *q.stride()[:3], k, *k.stride()[:3], yq, *yq.stride()[:3], yk, *yk.stride()[:3],
-        phase, phase if positions is None else positions, p_sb, offset, scale, T, H, G, k_program,
-        D=D, P=P, BLOCK_TAIL=triton.next_power_of_2(max(1, D - 2 * P)), BLOCK_H=BLOCK_H, HEADS=HEADS,
+        phase, phase if positions is None else positions, p_sb, offset, -1 if inverse else 1, scale, T, H, G, k_program,
+        D=D, P=P, BLOCK_TAIL=triton.next_power_of_2(max(1, D - 2 * P)),
         INTERLEAVED=interleaved, HAS_POSITIONS=positions is not None, **block,
     )  # fmt: skip
 
 
+def _unit_stride(x: Tensor) -> Tensor:
+    """x with neighbouring elements of its last dimension side by side: a copy where they are not.
+
+    Only called where no compiler traces, in the bodies of the ops: a question about strides in a backward function
+    makes Dynamo trace it again with three copies.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 # ---- functional ops: no output shares memory with an input, which autograd and torch.compile require ----
 
-# Inductor can look inside a triton_op and fuse around it. Under Triton's interpreter triton_op fails, so there the ops
-# are opaque custom_ops.
-if triton.knobs.runtime.interpret or not torch.cuda.is_available():  # ty: ignore[possibly-missing-submodule]
-    _op, _wrap = torch_ops.custom_op, lambda kernel: kernel
-else:
-    _op, _wrap = torch_ops.triton_op, torch_ops.wrap_triton
+# custom_op, into which torch.compile does not look: of a triton_op it copies the two views of one packed gradient, and
+# its cache does not notice an edited kernel. Nothing around the rotation could be fused with it but copies.
 
 
-@_op("ropewalk::rotate", mutates_args=())
+@torch_ops.custom_op("ropewalk::rotate", mutates_args=())
 def _rotate(
-    q: Tensor, k: Tensor, phase: Tensor, positions: Tensor | None, offset: int, interleaved: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, phase: Tensor, positions: Tensor | None, offset: int, interleaved: bool, scale: float,
+    inverse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     yq, yk = _empty(q), _empty(k)
-    launch(q, k, yq, yk, phase, positions, offset, interleaved, scale, wrap=_wrap)
+    launch(q, k, yq, yk, phase, positions, offset, interleaved, scale, inverse)
     return yq, yk
 
 
-@_op("ropewalk::rotate_into_packed", mutates_args=())
+@torch_ops.custom_op("ropewalk::rotate_into_packed", mutates_args=())
 def _rotate_into_packed(
     q: Tensor, k: Tensor, v: Tensor, phase: Tensor, positions: Tensor | None, offset: int, interleaved: bool,
-    scale: float,
+    scale: float, inverse: bool,
 ) -> Tensor:  # fmt: skip
     """[B, T, H + 2 G, D]: q and k rotated and v copied, side by side."""
     B, T, H, D = q.shape
     packed = torch.empty(B, T, H + 2 * k.shape[2], D, dtype=q.dtype, device=q.device)
     yq, yk, yv = packed.split((H, k.shape[2], k.shape[2]), dim=2)
-    launch(q, k, yq, yk, phase, positions, offset, interleaved, scale, wrap=_wrap)
+    launch(q, k, yq, yk, phase, positions, offset, interleaved, scale, inverse)
     yv.copy_(v)
     return packed
 
 
 @_rotate.register_fake
-def _(q, k, phase, positions, offset, interleaved, scale):
+def _(q, k, phase, positions, offset, interleaved, scale, inverse):
     return _empty(q), _empty(k)
 
 
 @_rotate_into_packed.register_fake
-def _(q, k, v, phase, positions, offset, interleaved, scale):
+def _(q, k, v, phase, positions, offset, interleaved, scale, inverse):
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] + 2 * k.shape[2], q.shape[3])
 
 
@@ -206,33 +233,29 @@ def _empty(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
-
-
 # ---- gradients: R(theta)^T = R(-theta), so backward is the same op and can be differentiated again ----
 
 
 def _save(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    _, _, phase, positions, *ctx.options = inputs
+    _, _, phase, positions, *ctx.options, ctx.inverse = inputs
     ctx.save_for_backward(phase, positions)
 
 
 def _backward(ctx, dq: Tensor, dk: Tensor) -> tuple:
-    phase, positions = ctx.saved_tensors
-    return *_rotate(_unit_stride(dq), _unit_stride(dk), -phase, positions, *ctx.options), None, None, None, None, None
+    dq, dk = _rotate(dq, dk, *ctx.saved_tensors, *ctx.options, not ctx.inverse)
+    return dq, dk, None, None, None, None, None, None
 
 
 def _save_packed(ctx, inputs: tuple, output: Tensor) -> None:
-    q, k, _, phase, positions, *ctx.options = inputs
+    q, k, _, phase, positions, *ctx.options, ctx.inverse = inputs
     ctx.heads = (q.shape[2], k.shape[2], k.shape[2])
     ctx.save_for_backward(phase, positions)
 
 
 def _backward_packed(ctx, d: Tensor) -> tuple:
-    phase, positions = ctx.saved_tensors
-    dq, dk, dv = _unit_stride(d).split(ctx.heads, dim=2)
-    return *_rotate(dq, dk, -phase, positions, *ctx.options), dv, None, None, None, None, None
+    dq, dk, dv = d.split(ctx.heads, dim=2)
+    dq, dk = _rotate(dq, dk, *ctx.saved_tensors, *ctx.options, not ctx.inverse)
+    return dq, dk, dv, None, None, None, None, None, None
 
 
 _rotate.register_autograd(_backward, setup_context=_save)
@@ -247,12 +270,11 @@ class _RotatePacked(torch.autograd.Function):
         ctx.save_for_backward(phase, positions)
         ctx.options = options
         q, k, v = qkv.split((n_q, n_k, n_k), dim=2)
-        return *_rotate(q, k, phase, positions, *options), v
+        return *_rotate(q, k, phase, positions, *options, False), v
 
     @staticmethod
-    def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple:  # ty: ignore[incompatible-method-override]
-        phase, positions = ctx.saved_tensors
-        d = _rotate_into_packed(_unit_stride(dq), _unit_stride(dk), dv, -phase, positions, *ctx.options)
+    def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple:  # ty: ignore[invalid-method-override]
+        d = _rotate_into_packed(dq, dk, dv, *ctx.saved_tensors, *ctx.options, True)
         return d, None, None, None, None, None, None, None
 
 
@@ -263,7 +285,7 @@ def rope(
     q: Tensor, k: Tensor, phase: Tensor, positions: Tensor | None, offset: int, interleaved: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """kernels.rope by the kernel."""
-    return _rotate(_unit_stride(q), _unit_stride(k), phase, positions, offset, interleaved, scale)
+    return _rotate(q, k, phase, positions, offset, interleaved, scale, False)
 
 
 def rope_packed(
@@ -271,4 +293,4 @@ def rope_packed(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """kernels.rope_packed by the kernel."""
-    return _RotatePacked.apply(_unit_stride(qkv), n_q, n_k, phase, positions, offset, interleaved, scale)
+    return _RotatePacked.apply(qkv, n_q, n_k, phase, positions, offset, interleaved, scale)

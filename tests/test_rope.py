@@ -33,7 +33,7 @@ def use_triton(monkeypatch, request):
     monkeypatch.setattr(choice, "kernel", "triton")
     if choice.INTERPRETED and "whole_programs" not in request.fixturenames:
         # One tile of heads for each program: the interpreter would go through all four, also where they are empty
-        monkeypatch.setattr(rope_triton, "HEADS", rope_triton.BLOCK_H)
+        monkeypatch.setattr(rope_triton, "HEADS", 4)
 
 
 @pytest.fixture
@@ -306,9 +306,9 @@ def test_opcheck():
     q, k = (x.requires_grad_() for x in data(B=1, T=5, H=2, G=1))
     f = phase(frequencies(32))
     for positions in (None, torch.arange(5)):
-        torch_ops.opcheck(rope_triton._rotate, (q, k, f, positions, 2, False, 1.0))
+        torch_ops.opcheck(rope_triton._rotate, (q, k, f, positions, 2, False, 1.0, False))
     v = k.detach().clone().requires_grad_()
-    torch_ops.opcheck(rope_triton._rotate_into_packed, (q, k, v, f, None, 0, True, 1.0))
+    torch_ops.opcheck(rope_triton._rotate_into_packed, (q, k, v, f, None, 0, True, 1.0, False))
 
 
 @pytest.mark.parametrize("device", DEVICES)
