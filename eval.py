@@ -45,7 +45,7 @@ def evaluate(cfg: EvalConfig) -> None:
     all ranks measure, and rank 0 alone prints and writes.
     """
     # ---- the run, the task and its texts ----
-    device = devices.start(cfg.device, cfg.kernel)
+    device = devices.start(cfg.device, cfg.kernel, many_lengths=True)
     run = open_run(cfg, device)
     evaluation = Evaluation(run, cfg, device)
     requested = requested_method(cfg)

@@ -101,7 +101,7 @@ def sample(cfg: SampleConfig) -> None:
     separates documents in training. UserError if encoding or scaling cannot be used at the final length.
     """
     # ---- the run, and the prompt in its tokens ----
-    device = devices.start(cfg.device, cfg.kernel)
+    device = devices.start(cfg.device, cfg.kernel, many_lengths=True)
     run = Run.open(cfg.run, runs=cfg.runs, cache=cfg.cache, device=device, scalings=cfg.scalings, exp=cfg.trained_with)
     assert isinstance(run.corpus, Corpus)  # our own runs have one
     encoding = run.corpus.encoding

@@ -34,7 +34,6 @@ from conf.schema import TrainConfig, train_config
 from data import corpus as corpora
 from data.batches import batch
 from engine import checkpoint, device as devices, distributed, resume
-from engine.compile import compile_blocks, should_compile
 from engine.optimizer import learning_rate, make_optimizer
 from engine.progress import progress_bar
 from engine.signals import StopSignal
@@ -106,7 +105,7 @@ def train(cfg: TrainConfig) -> None:
     throughput = Throughput(cfg, n_params, device)
     # 6 N FLOPs per token, forward and backward. All steps count, not only the remaining ones: a resumed run must make
     # the same choice as an uninterrupted one, because compiled code rounds differently.
-    compiles = should_compile(cfg.compile, device, 6 * n_params * cfg.batch_tokens * cfg.steps)
+    compiles = devices.should_compile(cfg.compile, device, 6 * n_params * cfg.batch_tokens * cfg.steps)
 
     print_start(cfg, folder, model, device, start)
     if cfg.init:
@@ -128,6 +127,8 @@ def train(cfg: TrainConfig) -> None:
         for step in range(start, cfg.steps):
             # ---- one optimizer step of batch_tokens ----
             if compiles and step == max(start, COMPILE_AT):
+                from engine.compile import compile_blocks
+
                 bar.set_postfix_str("compiling, about half a minute the first time")
                 compile_blocks(model)
             lr = learning_rate(step, cfg.steps, cfg.optim)
@@ -215,13 +216,17 @@ def training_batches(
     """This rank's micro-batches: windows, int64 [rows, ctx + 1], and their positions [rows, ctx], or None: in order."""
     rows, count = cfg.batch_tokens // cfg.ctx, count_micro_batches(local.stop - local.start, cfg)
     windows = batch(corpus.train, step, seed=cfg.seed, size=rows, ctx=cfg.ctx)[local]
-    pieces = windows.to(device, non_blocking=True).chunk(count)
+
+    def pieces(x: Tensor) -> tuple[Tensor, ...]:
+        # From pinned memory to a GPU, or the copy would wait for the steps before it
+        return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True).chunk(count)
+
     if cfg.positions == "ordered":
-        return [(piece, None) for piece in pieces]
+        return [(piece, None) for piece in pieces(windows)]
     from data.training_positions import sample
 
     positions = sample(cfg.positions, step, seed=cfg.seed, rows=rows, ctx=cfg.ctx, longest=cfg.longest or cfg.ctx)
-    return list(zip(pieces, positions[local].to(device).chunk(count), strict=True))  # [rows, ctx] each
+    return list(zip(pieces(windows), pieces(positions[local]), strict=True))  # [rows, ctx] each
 
 
 def optimizer_step(

@@ -1,14 +1,13 @@
-"""When and what torch.compile compiles in training."""
+"""What torch.compile compiles in training. Imported only where something is."""
 
-import shutil
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from model import attention
 from model.gpt import GPT
-
-# Below this many FLOPs of training a cold compile (about half a minute on two cores) costs more than it gains.
-COMPILE_GAINS_FROM = 4e13
 
 
 def compile_blocks(model: GPT) -> None:
@@ -16,22 +15,30 @@ def compile_blocks(model: GPT) -> None:
 
     Not the whole model: that is no faster here and takes longer to compile.
     """
+    failed.clear()
     torch.compiler.reset()  # what an earlier job of a sweep compiled counts against dynamo's limit of recompilations
-    torch._dynamo.config.suppress_errors = True  # no compiler, or one that fails: continue uncompiled
     # Compiled on a CPU, T5's bias at ctx=1024 trains to NaN. (A decorator would import triton in every process.)
     attention.attend_blockwise = torch.compiler.disable(attention.attend_blockwise)
     for block in model.blocks:
-        block.compile(dynamic=False)
-    model._block_losses = torch.compile(model._block_losses, dynamic=False)
+        block._compiled_call_impl = compiled_or_plain("a block", block._call_impl)
+    model._block_losses = compiled_or_plain("the loss", model._block_losses)
 
 
-def should_compile(setting: str, device: torch.device, flops: float) -> bool:
-    """Whether to compile. setting: true, false or auto; flops: of the complete training.
+failed: set[str] = set()  # what could not be compiled
 
-    auto compiles on CUDA, and on a CPU if a C++ compiler is installed and the training is long enough to save more
-    time than the compilation takes.
-    """
-    if setting != "auto":
-        return setting == "true"
-    pays = flops > COMPILE_GAINS_FROM and any(map(shutil.which, ("g++", "clang++")))
-    return pays or device.type == "cuda"
+
+def compiled_or_plain(name: str, plain: Callable) -> Callable:
+    """torch.compile(plain), or plain itself where there is no compiler or it fails, which is said one time by name."""
+    compiled = torch.compile(plain, dynamic=False)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            if name not in failed:
+                return compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as e:
+            failed.add(name)
+            reason = str(e).strip().splitlines()[0]
+            print(f"warning: torch.compile of {name} failed, it continues uncompiled: {reason}", file=sys.stderr)
+        return plain(*args, **kwargs)
+
+    return call

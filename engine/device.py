@@ -1,5 +1,6 @@
-"""Where a model computes: the device, the precision, and the rotation's implementation."""
+"""Where and how a model computes: the device, the precision, the rotation's implementation, compiled or not."""
 
+import shutil
 from contextlib import AbstractContextManager
 
 import torch
@@ -9,13 +10,19 @@ import kernels
 from conf.errors import UserError
 from engine import distributed
 
+# Below this many FLOPs of training a cold compile (about half a minute on two cores) costs more than it gains.
+COMPILE_GAINS_FROM = 4e13
 
-def start(device: str, kernel: str) -> torch.device:
+
+def start(device: str, kernel: str, many_lengths: bool = False) -> torch.device:
     """Prepare a command: pick the device, select the implementation of the rotation, and join the torchrun job.
 
-    device: auto, cpu, cuda or cuda:1. kernel: auto, triton or torch. UserError if one of them cannot be used here.
+    device: auto, cpu, cuda or cuda:1. kernel: auto, triton or torch. many_lengths: the sequences will have many lengths,
+    for each of which cuDNN's attention would first search a plan (0.4 s), so it is switched off. UserError if the
+    device or the kernel cannot be used here.
     """
     chosen = pick_device(device)
+    torch.backends.cuda.enable_cudnn_sdp(not many_lengths)
     try:
         kernels.choose(kernel, chosen)
     except ValueError as e:
@@ -54,6 +61,18 @@ def uses_bfloat16(device: torch.device, dtype: str) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+def should_compile(setting: str, device: torch.device, flops: float) -> bool:
+    """Whether to compile. setting: true, false or auto; flops: of the complete training.
+
+    auto compiles on CUDA, and on a CPU if a C++ compiler is installed and the training is long enough to save more
+    time than the compilation takes.
+    """
+    if setting != "auto":
+        return setting == "true"
+    pays = flops > COMPILE_GAINS_FROM and any(map(shutil.which, ("g++", "clang++")))
+    return pays or device.type == "cuda"
 
 
 def tokens_per_pass(device: torch.device, model: nn.Module) -> int:

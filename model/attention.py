@@ -29,7 +29,7 @@ QUERY_BLOCK = 512  # queries that are processed together where a mask is needed,
 class Heads:
     """Rotated heads: q [B, H, S, D] for the last S tokens, k and v [B, H, T, D] for all T.
 
-    In inference on a CPU k and v may have G heads: its SDPA shares them between query heads without a copy.
+    k and v may have G heads, except in training on a CPU: SDPA shares them between query heads without a copy.
     """
 
     q: Tensor
@@ -105,7 +105,7 @@ class Attention(nn.Module):
 
     def by_head(self, x: Tensor) -> Tensor:
         """[B, T, H or G, D] -> [B, H, T, D], where each key-value head serves H / G query heads, or [B, G, T, D]."""
-        shared = x.device.type == "cpu" and not torch.is_grad_enabled()
+        shared = x.device.type != "cpu" or not torch.is_grad_enabled()
         return x.transpose(1, 2) if shared else repeat_heads(x.transpose(1, 2), self.H)
 
 
@@ -130,6 +130,8 @@ def attend(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange
     # backward at B=16, H=4, D=64 in bfloat16 on two cores: 24 ms instead of 31 ms at T=256, 11 instead of 38 at T=128.
     if heads.q.device.type == "cpu" and torch.is_grad_enabled() and S == T <= QUERY_BLOCK:
         return attend_written_out(heads, pos, positions, change, window)
+    if S == 1 and window is None and not pos.has_bias:  # one query, which sees all keys
+        return attend_causal(heads.q, heads.k, heads.v)
     if S == T and window is None:
         if (key_bias := pos.key_bias(positions)) is not None:
             from model.key_bias_attention import attend_key_bias
@@ -171,17 +173,19 @@ def attend_blockwise(
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """SDPA of q [B, H, T, D] to k and v [B, H or G, T, D] without a mask -> [B, H, T, D]."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
+    """SDPA without a mask: of T queries or of the last one, q [B, H, T or 1, D], to k and v [B, H or G, T, D]."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=k.shape[1] < q.shape[1])
 
 
 def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
     """SDPA of q [B, H, queries, D] to k and v [B, H or G, keys, D] -> [B, H, queries, D], mask in its own precision.
 
     Without autocast, which would round a float32 mask to bfloat16. The CPU's kernels add it to the float32 scores of
-    bfloat16 heads; CUDA's need one dtype for all four.
+    bfloat16 heads; CUDA's need one dtype for all four, and with a mask none of its fused kernels shares keys.
     """
-    dtype = q.dtype if q.device.type == "cpu" else mask.dtype
+    dtype = q.dtype
+    if q.device.type != "cpu":
+        dtype, k, v = mask.dtype, repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
     with torch.autocast(q.device.type, enabled=False):
         y = F.scaled_dot_product_attention(
             q.to(dtype), k.to(dtype), v.to(dtype), mask, scale=scale, enable_gqa=k.shape[1] < q.shape[1]

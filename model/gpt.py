@@ -23,8 +23,6 @@ from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
 if TYPE_CHECKING:
     from model.decode import Cache
 
-LOSS_BLOCK = 2**25  # number of logits that `losses` computes at a time: 128 MB in float32
-
 
 class MLP(nn.Module):
     """The feed-forward layer, [B, T, C] -> [B, T, C]: GELU, or SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
@@ -62,6 +60,15 @@ def linear_gelu(x: Tensor, linear: nn.Linear, approximate: str) -> Tensor:
     """gelu(linear(x)) in bfloat16 by oneDNN, as torch.compile would call it; GELU of the float32 sums."""
     x, weight, bias = (None if t is None else t.bfloat16() for t in (x, linear.weight, linear.bias))
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], approximate)
+
+
+def loss_block(device: torch.device) -> int:
+    """How many logits `losses` computes at a time.
+
+    On a CPU 2^25, which take 128 MB in float32. On a GPU as many as a quarter of its memory holds at 16 bytes each (in
+    bfloat16 and float32, with the gradients): every further block would cast the head and add up its gradient again.
+    """
+    return torch.cuda.get_device_properties(device).total_memory // 64 if device.type == "cuda" else 2**25
 
 
 def make_norm(cfg: ModelConfig) -> nn.Module:
@@ -172,7 +179,7 @@ class GPT(nn.Module):
         """
         S = targets.shape[1]
         x = self.hidden(tokens, positions, change, last=S if tokens.shape[1] > S else None).flatten(0, 1)
-        rows = max(1, LOSS_BLOCK // self.head.out_features)
+        rows = max(1, loss_block(x.device) // self.head.out_features)
         blocks = zip(x.split(rows), targets.flatten().split(rows), strict=True)
         # In training, recompute the logits in the backward pass instead of keeping them
         if torch.is_grad_enabled() and len(x) > rows:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import Heads, attend_masked, query_blocks, select_keys
+from model.attention import Heads, QueryBlock, attend_masked, query_blocks, select_keys
 from model.pos import Encoding
 from model.scaling import ContextChange
 
@@ -31,7 +31,7 @@ def attend_clipped(heads: Heads, pos: Encoding, positions: Tensor, change: Conte
         index = torch.arange(block.local.stop, device=heads.q.device)
         distance = index[block.index, None] - select_keys(index, 0, block.sinks, block.local)
         far = distance >= clip  # [queries, keys]; keys are in order, so those that are far come first
-        first_near, far_count = int(far[0].sum()), int(far[-1].sum())  # of the first query, of the last
+        first_near, far_count = (keys_before(block, q + 1 - clip) for q in (block.index.start, block.index.stop - 1))
         wide_q = torch.cat((heads.q[:, :, block.rows], heads.q_far[:, :, block.rows]), dim=-1)  # [B, H, queries, 2 D]
         wide_k = torch.cat((F.pad(k_far[:, :, :far_count], (D, 0)), F.pad(k[:, :, first_near:], (0, D))), dim=2)
         wide_v = F.pad(torch.cat((v[:, :, :far_count], v[:, :, first_near:]), dim=2), (0, D))
@@ -40,3 +40,11 @@ def attend_clipped(heads: Heads, pos: Encoding, positions: Tensor, change: Conte
         mask = torch.cat((far_mask, near_mask), dim=-1)
         outputs.append(attend_masked(wide_q, wide_k, wide_v, mask, scale=D**-0.5)[..., :D])
     return torch.cat(outputs, dim=2)
+
+
+def keys_before(block: QueryBlock, index: int) -> int:
+    """How many of the block's visible keys have an index in the sequence below this one.
+
+    Counted here, since a sum over a mask on a GPU would have to be waited for.
+    """
+    return max(0, min(index, block.sinks)) + max(0, min(index, block.local.stop) - block.local.start)
