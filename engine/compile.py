@@ -37,7 +37,7 @@ def compiled_or_plain(name: str, plain: Callable) -> Callable:
                 return compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as e:
             failed.add(name)
-            reason = str(e).strip().splitlines()[0]
+            reason = " ".join(str(e).split("\n\n")[0].split())
             print(f"warning: torch.compile of {name} failed, it continues uncompiled: {reason}", file=sys.stderr)
         return plain(*args, **kwargs)
 

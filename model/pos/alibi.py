@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from model.pos import Encoding
+from model.pos import Encoding, constant
 
 
 def slopes(n_heads: int) -> list[float]:
@@ -22,13 +22,13 @@ class Alibi(Encoding):
 
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         distance = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)  # [..., Tq, Tk], exact: integers
-        slope = torch.tensor(slopes(self.shape.n_heads), device=distance.device).view(-1, 1, 1)  # [H, 1, 1]
+        slope = constant(slopes(self.shape.n_heads), torch.float32, distance.device).view(-1, 1, 1)  # [H, 1, 1]
         return -slope * distance.unsqueeze(-3)
 
     def key_bias(self, k_positions: Tensor) -> Tensor:
         # bias = slope * n - slope * m, and slope * m is one constant for all keys of a query. Relative to the last key,
         # so that the numbers stay small, and float32 exact, at positions far from 0.
-        slope = torch.tensor(slopes(self.shape.n_heads), device=k_positions.device).view(-1, 1)  # [H, 1]
+        slope = constant(slopes(self.shape.n_heads), torch.float32, k_positions.device).view(-1, 1)  # [H, 1]
         return slope * (k_positions - k_positions.amax()).unsqueeze(-2)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conf.errors import UserError, check
 from kernels import cos_sin, phase, rotate, uses_triton
-from model.pos import Encoding, Shape
+from model.pos import Encoding, Shape, constant
 from model.scaling import ContextChange
 
 Table = tuple[Tensor, Tensor]  # cos and sin, float32 [T, P] or [B, T, P]
@@ -54,21 +54,10 @@ class Rope(Encoding):
         # A plain attribute, not a buffer: .bfloat16(), .to() and state dicts must never touch the frequencies.
         self.inv_freq = base ** (-torch.arange(0, 2 * pairs, 2, dtype=torch.float64, device="cpu") / D)  # [pairs]
         self.still = D // 2 - pairs  # pairs at frequency 0: part of the rotary width, but not rotated
-        self.phases: dict[tuple, Tensor] = {}  # (device, frequencies) -> phase, the last ones
 
     def phase(self, inv_freq: Tensor, device: torch.device) -> Tensor:
         """Frequencies, float64 [pairs] -> rotations per position times 2^64, int64 [P] with P = pairs + still."""
         return phase(torch.cat((inv_freq, inv_freq.new_zeros(self.still)))).to(device)
-
-    def cached_phase(self, inv_freq: Tensor, device: torch.device) -> Tensor:
-        """self.phase, which is computed on the CPU: one time for equal frequencies, as a copy to a GPU waits for it."""
-        key = (device, *inv_freq.tolist())
-        if key not in self.phases:
-            if len(self.phases) > 15:  # dynamic methods have other frequencies at every length
-                self.phases.clear()
-            with torch.inference_mode(False):  # what an evaluation has computed may be used in training
-                self.phases[key] = self.phase(inv_freq, device)
-        return self.phases[key]
 
     def prepare(self, positions: Tensor, change: ContextChange) -> Any:
         """The angles of positions int64 [T] or [B, T], with the frequencies of `change` or else the trained ones.
@@ -79,8 +68,11 @@ class Rope(Encoding):
         assert inv_freq is not None  # __init__ sets it
         device = positions.device
 
+        def phase(inv_freq: Tensor) -> Tensor:
+            return constant(self.phase(inv_freq, inv_freq.device).tolist(), torch.int64, device)
+
         def table(inv_freq: Tensor, start: Tensor | int = 0) -> Table:
-            cos, sin = cos_sin(self.cached_phase(inv_freq, device), positions, start)
+            cos, sin = cos_sin(phase(inv_freq), positions, start)
             # On both q and k, so the scores grow by its square (YaRN, arXiv 2309.00071, section 3.4).
             return cos * change.attention_factor, sin * change.attention_factor
 
@@ -88,7 +80,7 @@ class Rope(Encoding):
         if uses_triton(device) and type(self).prepare is Rope.prepare and type(self).rotate is Rope.rotate:
             from model.rope_kernel import KernelInputs
 
-            near = KernelInputs(self.cached_phase(inv_freq, device), positions, change.attention_factor)
+            near = KernelInputs(phase(inv_freq), positions, change.attention_factor)
         else:
             one = table(inv_freq)
             near = Tables(one, one)
@@ -96,7 +88,7 @@ class Rope(Encoding):
             # At distance r >= w the angle is w * theta + (r - w) * theta / leak: the key is rotated by
             # n * theta / leak, the query by m * theta / leak and by w * (theta - theta / leak) more.
             slow = inv_freq / change.leak
-            start = change.clip * self.cached_phase(inv_freq - slow, device)
+            start = change.clip * phase(inv_freq - slow)
             near.far = Tables(table(slow, start), table(slow))
         return near
 

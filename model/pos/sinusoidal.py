@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError, check
 from kernels import cos_sin, phase
-from model.pos import Encoding, Shape
+from model.pos import Encoding, Shape, constant
 
 
 class Sinusoidal(Encoding):
@@ -29,8 +29,8 @@ class Sinusoidal(Encoding):
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         C = self.shape.width
-        freq = self.base ** (-torch.arange(0, C, 2, dtype=torch.float64) / C)  # [C / 2]
-        cos, sin = cos_sin(phase(freq).to(positions.device), positions)  # [T, C / 2] or [B, T, C / 2]
+        freq = self.base ** (-torch.arange(0, C, 2, dtype=torch.float64, device="cpu") / C)  # [C / 2]
+        cos, sin = cos_sin(constant(phase(freq).tolist(), torch.int64, positions.device), positions)  # [T, C / 2] or [B, T, C / 2]
         return x + (self.scale * torch.stack((sin, cos), dim=-1).flatten(-2)).to(x.dtype)
 
 

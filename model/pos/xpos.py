@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import check
-from model.pos import Shape
+from model.pos import Shape, constant
 from model.pos.rope import Rope, Table, Tables
 from model.scaling import ContextChange
 
@@ -23,7 +23,6 @@ class XPos(Rope):
         P = shape.head_dim // 2
         zeta = (torch.arange(P, dtype=torch.float64, device="cpu") / P + gamma) / (1 + gamma)
         self.log_zeta = (zeta.log() / scale_base).tolist()  # [P], per token; a list, because no cast can touch it
-        self.on_device: dict[torch.device, Tensor] = {}  # the same
 
     def prepare(self, positions: Tensor, change: ContextChange) -> Tables:
         """Rope's tables, those of q times the decay and those of k divided by it."""
@@ -31,12 +30,8 @@ class XPos(Rope):
         assert isinstance(tables, Tables)  # the kernel does not run for a subclass that overrides prepare
         # With the middle position as c, contexts can be twice as long (70,000 tokens) before a power leaves float32.
         centred = positions.float() - (positions.amin() + positions.amax()).float() / 2
-        if positions.device not in self.on_device:  # one time, since a copy to a GPU waits for it
-            with torch.inference_mode(False):
-                self.on_device[positions.device] = torch.tensor(
-                    self.log_zeta, dtype=torch.float32, device=positions.device
-                )
-        decay = (centred.unsqueeze(-1) * self.on_device[positions.device]).exp()  # [T, P] or [B, T, P]
+        log_zeta = constant(self.log_zeta, torch.float32, positions.device)
+        decay = (centred.unsqueeze(-1) * log_zeta).exp()  # [T, P] or [B, T, P]
 
         def times(table: Table, factor: Tensor) -> Table:
             return table[0] * factor, table[1] * factor
