@@ -1,38 +1,43 @@
-"""The rotary op beside its peers: python -m bench.rope [accuracy | cpu | gpu]
+"""The rotary op beside its peers: python -m bench.rope [accuracy | cpu | gpu | sweep]
 
 accuracy, on any machine: the error of each implementation's arithmetic at positions 0 to a million (bench/accuracy.py).
 cpu: a training step with our tables against one with cosines that are computed once.
 gpu (the default; needs a CUDA GPU): microseconds, and speed relative to a device copy, by replays of a CUDA graph over
 buffers that outgrow the L2 cache (and over one buffer that stays in it); peak memory; errors. Medians, one process. The
-rows are appended to results/rope_kernel.csv.
+rows are appended to results/rope_kernel.csv as they come.
+sweep: the kernel with other tiles than its own.
 """
 
-import csv
+import argparse
 import importlib.util
+import inspect
+import itertools
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.accuracy import frequencies, halves, print_accuracy, tables
+from bench.rows import Rows
 from kernels import phase, rope_torch
 from kernels.rope import rope, rope_packed
 
 # (B, T, H, G, D, R): batch, tokens, query heads, key heads, head width, rotary dimensions. The first is a common
 # training shape; the others have grouped queries, longer contexts, small heads, partial rotation and a width that is no
 # power of two
-SHAPES = [
+Shape = tuple[int, int, int, int, int, int]
+SHAPES: list[Shape] = [
     (8, 2048, 16, 16, 128, 128), (8, 2048, 16, 4, 128, 128), (1, 8192, 16, 16, 128, 128), (1, 32768, 16, 16, 128, 128),
     (16, 512, 6, 6, 64, 64), (8, 2048, 16, 16, 128, 64), (8, 2048, 16, 16, 96, 96),
 ]  # fmt: skip
+TOY: Shape = (1, 16, 2, 2, 16, 16)  # for a rehearsal on a CPU
 
 
 # ---- a CPU's training step ----
@@ -75,7 +80,16 @@ def cpu() -> None:
 
 
 def microseconds(calls: list[Callable[[], object]], replays: int = 30) -> float:
-    """The median time of one call in microseconds, by replays of a CUDA graph of all calls, each on its own buffers."""
+    """The median time of one call in microseconds, by replays of a CUDA graph of all calls, each on its own buffers.
+
+    Without a GPU the calls are timed one after another.
+    """
+    if not torch.cuda.is_available():
+        calls[0]()
+        began = time.perf_counter()
+        for call in calls:
+            call()
+        return 1e6 * (time.perf_counter() - began) / len(calls)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls[:2] * 2:
@@ -94,6 +108,14 @@ def microseconds(calls: list[Callable[[], object]], replays: int = 30) -> float:
         times.append(1e3 * start.elapsed_time(end) / len(calls))
     del results
     return statistics.median(times)
+
+
+def compiled(function: Callable) -> Callable:
+    """The function as one compiled graph; an error where it cannot be compiled as one."""
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+skipped: set[str] = set()  # peers that are not installed, each of which is said one time
 
 
 def peers(R: int, positions: Tensor, device: str) -> dict[str, Callable[[Tensor, Tensor], tuple]]:
@@ -116,17 +138,17 @@ def peers(R: int, positions: Tensor, device: str) -> dict[str, Callable[[Tensor,
     functions: dict[str, Callable] = {
         "ours": lambda q, k: rope(q, k, f, offset=first),
         "ours, interleaved": lambda q, k: rope(q, k, f, offset=first, interleaved=True),
-        "torch.compile(ours in torch)": torch.compile(
-            lambda q, k: rope_torch.rope(q, k, f, None, first, False, 1.0), dynamic=False
-        ),
-        "torch.compile(complex), interleaved": torch.compile(by_complex, dynamic=False),
+        "torch.compile(ours in torch)": compiled(lambda q, k: rope_torch.rope(q, k, f, None, first, False, 1.0)),
+        "torch.compile(complex), interleaved": compiled(by_complex),
     }
 
     def add(name: str, make: Callable[[], Callable]) -> None:
         try:
             functions[name] = make()
         except Exception as e:
-            print(f"{name}: skipped ({type(e).__name__}: {e})")
+            if name not in skipped:
+                print(f"{name}: skipped ({type(e).__name__}: {e})")
+            skipped.add(name)
 
     def hf() -> Callable:
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as apply
@@ -158,7 +180,7 @@ def peers(R: int, positions: Tensor, device: str) -> dict[str, Callable[[Tensor,
         return lambda q, k: (rotary_embedding(q, cos, sin), rotary_embedding(k, cos, sin))
 
     add("Hugging Face, eager", hf)
-    add("torch.compile(Hugging Face)", lambda: torch.compile(hf(), dynamic=False))
+    add("torch.compile(Hugging Face)", lambda: compiled(hf()))
     add("liger-kernel", by_liger)
     add("flash-attn, Triton", by_flash)
     add("fla-core", by_fla)
@@ -188,7 +210,9 @@ def errors(
 
 
 def peak_megabytes(call: Callable[[], object]) -> float:
-    """The peak of the memory that call allocates, in MB."""
+    """The peak of the memory that call allocates, in MB; nan without a GPU."""
+    if not torch.cuda.is_available():
+        return float("nan")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -197,85 +221,105 @@ def peak_megabytes(call: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
-def gpu() -> None:
-    """Measure every peer at every shape, input layout and direction; print the rows and append them to the table."""
-    if not torch.cuda.is_available():
-        raise ValueError("bench.rope gpu: needs a CUDA GPU; `accuracy` and `cpu` run without one")
-    device, name = "cuda", torch.cuda.get_device_name()
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    import triton
+class Inputs:
+    """Random bfloat16 heads of one shape, in as many buffers as outgrow the L2 cache, in every layout that is timed."""
 
-    from bench.tile_copy import tile_copy
-
-    machine = {"gpu": name, "driver": driver, "torch": torch.__version__, "triton": triton.__version__,
-               "python": platform.python_version(), "commit": git}  # fmt: skip
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    rows: list[dict] = []
-    for shape in SHAPES:
-        B, T, H, G, D, R = shape
-        size = 2 * B * T * (H + G) * D  # bytes of q and k
-        buffers = max(2, min(64, -(-3 * l2 // size)))
-        packed = [torch.randn(B, T, H + 2 * G, D, device=device, dtype=torch.bfloat16) for _ in range(buffers)]
-        views = [x.split((H, G, G), dim=2)[:2] for x in packed]
-        loose = [tuple(t.contiguous() for t in pair) for pair in views]
+    def __init__(self, shape: Shape, device: str):
+        B, T, H, G, D, _ = shape
+        self.bytes = 2 * B * T * (H + G) * D  # of q and k
+        cache = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 0
+        buffers = range(max(2, min(64, -(-3 * cache // self.bytes))))
+        self.packed = [torch.randn(B, T, H + 2 * G, D, device=device, dtype=torch.bfloat16) for _ in buffers]
+        views = [x.split((H, G, G), dim=2)[:2] for x in self.packed]
         headed = [tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in pair) for pair in views]
-        outs = [tuple(torch.empty_like(t) for t in pair) for pair in loose]
+        loose = [tuple(t.contiguous() for t in pair) for pair in views]
+        self.joined = [torch.cat(pair, dim=2) for pair in views]  # q and k in one tensor, for a copy by one kernel
+        self.layouts = {"contiguous": loose, "packed views": views, "heads first": headed}
 
-        def copying(a: tuple, b: tuple) -> Callable[[], object]:
-            return lambda: [y.copy_(x) for x, y in zip(a, b, strict=True)]
 
-        copy_us = microseconds([copying(a, b) for a, b in zip(loose, outs, strict=True)])
+def copy_calls(inputs: Inputs) -> list[Callable[[], object]]:
+    """One copy kernel over the bytes of q and k in each buffer: the ceiling that speeds are relative to."""
 
-        def measure(name: str, layout: str, direction: str, passes: float, calls: list, error=(None, None, None),
-                    shape=shape, size=size, copy_us=copy_us) -> None:  # fmt: skip
-            """Time calls, which read and write q and k `passes` times; store and print the row."""
-            try:
-                us, warm = microseconds(calls), microseconds(calls[:1] * len(calls))
-                peak = peak_megabytes(calls[0])
-            except Exception as e:
-                print(f"{name}, {layout}, {direction}: failed ({type(e).__name__}: {str(e).splitlines()[0][:80]})")
-                return
-            row = {"shape": json.dumps(shape), "what": name, "layout": layout, "direction": direction, "us": us,
-                   "gb_s": 2e-3 * size * passes / us, "of_copy": passes * copy_us / us, "us_warm_l2": warm,
-                   "peak_mb": peak, "wrongly_rounded": error[0], "error_at_0": error[1],
-                   "error_at_1m": error[2]}  # fmt: skip
-            rows.append({**machine, **row})
-            print(f"{row['shape']:<30}{name:<38}{layout:<14}{direction:<18}{us:>9.1f} us{row['gb_s']:>8.0f} GB/s"
-                  f"{100 * row['of_copy']:>7.1f} % of copy{warm:>9.1f} us warm{peak:>8.0f} MB", flush=True)  # fmt: skip
+    def copying(x: Tensor, y: Tensor) -> Callable[[], object]:
+        return lambda: y.copy_(x)
 
-        measure("device copy", "contiguous", "forward", 1, [copying(a, b) for a, b in zip(loose, outs, strict=True)])
-        by_tile = [step(lambda q, k: (tile_copy(q), tile_copy(k)), q, k, "forward") for q, k in loose]
-        measure("Triton copy, our tile", "contiguous", "forward", 1, by_tile)
-        f = phase(frequencies(R)).to(device)
-        for peer, rotate in peers(R, torch.arange(T), device).items():
-            if D != R and not peer.startswith(("ours", "torch.compile(ours")):
-                continue
-            try:
-                error = errors(peer, H, G, D, R, device)
-            except Exception as e:
-                print(f"{peer}: its errors could not be measured ({type(e).__name__})")
-                error = (None, None, None)
-            for layout, inputs in (("contiguous", loose), ("packed views", views), ("heads first", headed)):
-                for direction, passes in (("forward", 1), ("forward+backward", 2)):
-                    measure(peer, layout, direction, passes, [step(rotate, q, k, direction) for q, k in inputs], error)
-        # The packed gradient holds v's as well: H + 2 G heads are written, and read, beside the H + G of the rotation.
-        wide = 1 + (H + 2 * G) / (H + G)
-        for direction, passes in (("forward", 1), ("forward+backward", wide)):
-            measure(
-                "ours, rope_packed", "packed", direction, passes, [step_packed(x, H, G, f, direction) for x in packed]
-            )
-        del packed, views, loose, headed, outs
-        torch.cuda.empty_cache()
-    path = Path("results/rope_kernel.csv")
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        table = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-        if new:
-            table.writeheader()
-        table.writerows(rows)
-    print(f"{len(rows)} rows appended to {path}")
+    return [copying(x, torch.empty_like(x)) for x in inputs.joined]
+
+
+def measure_shape(shape: Shape, device: str, wanted: str, rows: Rows) -> None:
+    """Time every peer whose name contains `wanted` at this shape, in every input layout and direction."""
+    _, T, H, G, D, R = shape
+    inputs = Inputs(shape, device)
+    copy_us = microseconds(copy_calls(inputs))
+
+    def measure(name: str, layout: str, direction: str, passes: float, calls: list, error=(None, None, None)) -> None:
+        """Time calls, which read and write q and k `passes` times, and append the row. A failure is a line instead."""
+        try:
+            us, warm = microseconds(calls), microseconds(calls[:1] * len(calls))
+            peak = peak_megabytes(calls[0])
+        except Exception as e:
+            reason = (str(e).splitlines() or [""])[0][:80]
+            print(f"{name}, {layout}, {direction}: failed ({type(e).__name__}: {reason})", flush=True)
+            return
+        gb_s, of_copy = 2e-3 * inputs.bytes * passes / us, passes * copy_us / us
+        rows.append({
+            "shape": json.dumps(shape), "what": name, "layout": layout, "direction": direction, "us": us, "gb_s": gb_s,
+            "of_copy": of_copy, "us_warm_l2": warm, "peak_mb": peak, "wrongly_rounded": error[0],
+            "error_at_0": error[1], "error_at_1m": error[2],
+        })  # fmt: skip
+        print(f"{json.dumps(shape):<30}{name:<38}{layout:<14}{direction:<18}{us:>9.1f} us{gb_s:>8.0f} GB/s"
+              f"{100 * of_copy:>7.1f} % of copy{warm:>9.1f} us warm{peak:>8.0f} MB", flush=True)  # fmt: skip
+
+    measure("device copy", "contiguous", "forward", 1, copy_calls(inputs))
+    if device == "cuda":
+        from bench.tile_copy import tile_copy
+
+        copies = [lambda x=x: tile_copy(x) for x in inputs.joined]
+        measure("Triton copy, our tile", "contiguous", "forward", 1, copies)
+    for peer, rotate in peers(R, torch.arange(T), device).items():
+        if wanted not in peer or (D != R and not peer.startswith(("ours", "torch.compile(ours"))):
+            continue
+        start_compiler_anew()
+        try:
+            error = errors(peer, H, G, D, R, device)
+        except Exception as e:
+            print(f"{peer}: its errors could not be measured ({type(e).__name__})", flush=True)
+            error = (None, None, None)
+        for layout, pairs in inputs.layouts.items():
+            for direction, passes in (("forward", 1), ("forward+backward", 2)):
+                measure(peer, layout, direction, passes, [step(rotate, q, k, direction) for q, k in pairs], error)
+    # The packed gradient holds v's as well: H + 2 G heads are written, and read, beside the H + G of the rotation.
+    f, wide = phase(frequencies(R)).to(device), 1 + (H + 2 * G) / (H + G)
+    for direction, passes in (("forward", 1), ("forward+backward", wide)):
+        calls = [step_packed(x, H, G, f, direction) for x in inputs.packed]
+        measure("ours, rope_packed", "packed", direction, passes, calls)
+
+
+def start_compiler_anew() -> None:
+    """Forget all compiled code, and fail instead of running eagerly where torch.compile gives up.
+
+    A function is compiled at most recompile_limit times, over all shapes: without this, the rows of later shapes would
+    be eager ones with the name of compiled ones.
+    """
+    torch._dynamo.reset()
+    config: Any = torch._dynamo.config
+    config.recompile_limit, config.fail_on_recompile_limit_hit = 64, True
+
+
+def gpu(shapes: str = "", peer: str = "", device: str = "cuda", out: str = "results/rope_kernel.csv") -> None:
+    """Measure at these numbers of SHAPES (0,1,2; none: all) every peer whose name contains `peer`.
+
+    The rows are printed, and appended to `out` as they come. device: cpu rehearses at a toy size.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("bench.rope gpu: needs a CUDA GPU; `accuracy` and `cpu` run without one")
+    rows = Rows(Path(out))
+    chosen = [SHAPES[int(i)] for i in shapes.split(",") if i] or SHAPES
+    for shape in chosen if device == "cuda" else [TOY]:
+        measure_shape(shape, device, peer, rows)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    print(f"{rows.count} rows appended to {out}")
 
 
 def step(rotate: Callable, q: Tensor, k: Tensor, direction: str) -> Callable[[], object]:
@@ -304,12 +348,61 @@ def step_packed(x: Tensor, H: int, G: int, f: Tensor, direction: str) -> Callabl
     return both
 
 
-if __name__ == "__main__":
+def sweep(shapes: str = "0", out: str = "results/rope_tiles.csv") -> None:
+    """Compile the kernel with other tiles than its own and time them, forward, at these numbers of SHAPES.
+
+    Without a GPU, and without time: registers, instructions and the tokens, heads and lanes of a program only.
+    """
+    from bench.sass import machine_code, recorded_launches
+    from kernels import rope_triton
+
+    rows = Rows(Path(out))
+    for shape in (SHAPES[int(i)] for i in shapes.split(",")):
+        _, _, H, G, D, R = shape
+        f, own = phase(frequencies(R)), rope_triton.tile(R // 2, 2)
+
+        def launch(q: Tensor, k: Tensor, block: dict, f: Tensor = f) -> list[Tensor]:
+            y = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
+            rope_triton.launch(q, k, *y, f.to(q.device), None, 0, False, 1.0, False, block)
+            return y
+
+        for warps, vectors, heads in itertools.product((2, 4, 8), (1, 2), (4, 8, 16)):
+            tokens = rope_triton.tile(R // 2, 2, warps)["BLOCK_T"] * vectors
+            block = {**own, "BLOCK_T": tokens, "HEADS": heads, "num_warps": warps}
+            with recorded_launches() as launches:
+                q, k = (torch.zeros(1, 1, N, D, dtype=torch.bfloat16) for N in (H, G))
+                launch(q, k, block)
+            code = machine_code(launches[0])
+            us = None
+            if torch.cuda.is_available():
+                copy, pairs = Inputs(shape, "cuda"), Inputs(shape, "cuda").layouts["packed views"]
+                us = microseconds([lambda q=q, k=k, b=block: launch(q, k, b) for q, k in pairs])
+                of_copy = microseconds(copy_calls(copy)) / us
+            row = {"shape": json.dumps(shape), "warps": warps, "tokens": tokens, "heads": heads, "own": block == own,
+                   "registers": code["registers"], "instructions": code["instructions"], "us": us,
+                   "of_copy": of_copy if us else None}  # fmt: skip
+            rows.append(row)
+            print(*(f"{key}={value}" for key, value in row.items()), flush=True)
+    print(f"{rows.count} rows appended to {out}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command")
+    for function in (print_accuracy, cpu, gpu, sweep):
+        name = function.__name__.removeprefix("print_")
+        command = commands.add_parser(name, help=(function.__doc__ or "").splitlines()[0])
+        command.set_defaults(function=function)
+        for option, parameter in inspect.signature(function).parameters.items():
+            command.add_argument(f"--{option}", default=parameter.default)
+    settings = vars(parser.parse_args(sys.argv[1:] or ["gpu"]))
+    del settings["command"]
+    function = settings.pop("function")
     try:
-        benchmarks = {"accuracy": print_accuracy, "cpu": cpu, "gpu": gpu}
-        name = sys.argv[1] if len(sys.argv) > 1 else "gpu"
-        if name not in benchmarks:
-            raise ValueError(f"bench.rope {name}: must be accuracy, cpu or gpu")
-        benchmarks[name]()
+        function(**settings)
     except ValueError as e:
         sys.exit(f"error: {e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ COUNTED = {
 
 
 @contextmanager
-def recorded_launches() -> Iterator[list[tuple[list, dict[str, Any], int]]]:
+def recorded_launches() -> Generator[list[tuple[list, dict[str, Any], int]]]:
     """Within it the op launches nothing, but appends (types and divisibility, arguments, warps) of each launch."""
     kernel, launches = rope_triton._rope_kernel, []
     binder = create_function_from_signature(kernel.signature, kernel.params, make_backend(TARGET))
@@ -59,7 +59,7 @@ def recorded_launches() -> Iterator[list[tuple[list, dict[str, Any], int]]]:
         yield launches
 
 
-def machine_code(launch: tuple[list, dict[str, Any], int], **types: str) -> dict[str, int]:
+def machine_code(launch: tuple[list, dict[str, Any], int], **types: str) -> dict[str, Any]:
     """Compile the kernel for sm_90 as Triton would for this launch, and count the instructions of its machine code.
 
     types: argument -> the type that it has instead. shared and stack are in bytes; loads_128 and stores_128 are the
@@ -87,7 +87,8 @@ def machine_code(launch: tuple[list, dict[str, Any], int], **types: str) -> dict
     counts = {name: sum(bool(re.match(pattern, x)) for x in code) for name, pattern in COUNTED.items()}
     angles = next(i for i, x in enumerate(code) if x.startswith("I2F"))
     return {
-        "layout": stored_layout(built.asm["ttgir"]), **counts, "loads_before_angles": sum("LDG" in x and "128" in x for x in code[:angles]),
+        "layout": stored_layout(built.asm["ttgir"]), **counts,
+        "loads_before_angles": sum(bool(re.match(COUNTED["loads_128"], x)) for x in code[:angles]),
         "shared": built.metadata.shared, "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
         "stack": int(re.findall(r"STACK:(\d+)", usage)[0]),
     }  # fmt: skip

@@ -36,5 +36,5 @@ def tile_copy(x: Tensor) -> Tensor:
     block = rope_triton.tile(width // 2, x.element_size())
     warps, heads = block.pop("num_warps"), block["HEADS"]
     grid = (triton.cdiv(rows, block["BLOCK_T"]), triton.cdiv(N, heads))
-    _copy_kernel[grid](x, y, rows, N, **block, num_warps=warps)  # ty: ignore[invalid-argument-type, unknown-argument]
+    _copy_kernel[grid](x, y, rows, N, **block, num_warps=warps)  # ty: ignore[unknown-argument]
     return y

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 
 from model import attention
 from model.gpt import GPT
@@ -35,7 +36,7 @@ def compiled_or_plain(name: str, plain: Callable) -> Callable:
         try:
             if name not in failed:
                 return compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as e:
+        except TorchDynamoException as e:
             failed.add(name)
             reason = " ".join(str(e).split("\n\n")[0].split())
             print(f"warning: torch.compile of {name} failed, it continues uncompiled: {reason}", file=sys.stderr)

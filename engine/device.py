@@ -17,9 +17,9 @@ COMPILE_GAINS_FROM = 4e13
 def start(device: str, kernel: str, many_lengths: bool = False) -> torch.device:
     """Prepare a command: pick the device, select the implementation of the rotation, and join the torchrun job.
 
-    device: auto, cpu, cuda or cuda:1. kernel: auto, triton or torch. many_lengths: the sequences will have many lengths,
-    for each of which cuDNN's attention would first search a plan (0.4 s), so it is switched off. UserError if the
-    device or the kernel cannot be used here.
+    device: auto, cpu, cuda or cuda:1. kernel: auto, triton or torch. many_lengths: the sequences will have many
+    lengths, for each of which cuDNN's attention would first search a plan (0.4 s), so it is switched off. UserError if
+    the device or the kernel cannot be used here.
     """
     chosen = pick_device(device)
     torch.backends.cuda.enable_cudnn_sdp(not many_lengths)

@@ -3,7 +3,7 @@
 Differences from other rotary kernels; results/README.md has the measurements:
 * Angles are exact at any position: integer phases as in angles.py, so there is no table and no longest position.
 * Sine and cosine are short polynomials, computed in registers while memory is being read.
-* The tile is one head of some tokens, and the heads are a loop, so that every load and store of q and k is 128 bits wide.
+* The tile is one head of some tokens, and the heads are a loop: every load and store of q and k is 128 bits wide.
 * The backward pass is the same kernel with the sign -1. No operation is in place.
 
 Only kernels/rope.py imports this file, and only when the kernel runs: it is the one file that needs triton.
@@ -139,12 +139,11 @@ def _rope_kernel(
 # ---- the launch ----
 
 
-def tile(P: int, itemsize: int, warps: int = 4) -> dict[str, int]:
+def tile(P: int, itemsize: int, warps: int = 4) -> dict[str, Any]:
     """Block sizes for P rotary pairs and elements of `itemsize` bytes: a fixed rule, no autotuning.
 
     Each lane loads 128 bits of each half of a head, so all versions of Triton choose the same layout: a lane holds
-    neighbouring elements of one token. With bfloat16 and D = 128 the kernel needs 56 registers on sm_90. The command
-    `python -m bench.rope sweep` compares other tiles.
+    neighbouring elements of one token (python -m bench.sass shows it; python -m bench.rope sweep tries other tiles).
     """
     BLOCK_P = triton.next_power_of_2(P)
     BLOCK_T = max(1, 32 * warps * 16 // (BLOCK_P * itemsize))
@@ -153,13 +152,13 @@ def tile(P: int, itemsize: int, warps: int = 4) -> dict[str, int]:
 
 def launch(
     q: Tensor, k: Tensor, yq: Tensor, yk: Tensor, phase: Tensor, positions: Tensor | None, offset: int,
-    interleaved: bool, scale: float, inverse: bool, block: dict[str, int] | None = None, kernel: Any = None,
+    interleaved: bool, scale: float, inverse: bool, block: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Rotate q [B, T, H, D] and k [B, T, G, D] into yq and yk of the same shapes.
 
     All may have any strides, but those of yq and yk must be 1 in the last dimension. inverse: rotate by the negative
-    angles. The next arguments are those of kernels.rope.rope. block: a tile other than `tile`; kernel: another function
-    to launch than _rope_kernel. Both are for benchmarks.
+    angles. The next arguments are those of kernels.rope.rope. block: a tile other than `tile`, for
+    benchmarks.
     """
     B, T, H, D = q.shape
     G, P = k.shape[2], len(phase)
@@ -171,7 +170,8 @@ def launch(
     k_program = triton.cdiv(H, block["HEADS"])
     grid = (triton.cdiv(T, block["BLOCK_T"]), k_program + triton.cdiv(G, block["HEADS"]), B)
     p_sb = 0 if positions is None or positions.dim() == 1 else positions.stride(0)
-    (kernel or _rope_kernel)[grid](
+    kernel: Any = _rope_kernel  # plain numbers may stand for its constexpr parameters
+    kernel[grid](
         q, *q.stride()[:3], k, *k.stride()[:3], yq, *yq.stride()[:3], yk, *yk.stride()[:3],
         phase, phase if positions is None else positions, p_sb, offset, -1 if inverse else 1, scale, T, H, G, k_program,
         D=D, P=P, BLOCK_TAIL=triton.next_power_of_2(max(1, D - 2 * P)),
@@ -273,7 +273,7 @@ class _RotatePacked(torch.autograd.Function):
         return *_rotate(q, k, phase, positions, *options, False), v
 
     @staticmethod
-    def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple:  # ty: ignore[invalid-method-override]
+    def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple:  # ty: ignore[incompatible-method-override]
         d = _rotate_into_packed(dq, dk, dv, *ctx.saved_tensors, *ctx.options, True)
         return d, None, None, None, None, None, None, None
 

@@ -239,7 +239,7 @@ def test_positions_and_phases_of_any_strides(device):
 
 
 def test_heads_that_are_two_to_the_31_elements_apart(tmp_path):
-    """With offsets of 32 bits, head 2 would be read at -2^31, where the file holds zeros. Untouched pages take nothing."""
+    """With offsets of 32 bits, head 2 would be read at -2^31, where the file holds zeros. Untouched pages are free."""
     half = 2**31  # elements of two bytes before and after the start of q
     file = torch.from_file(str(tmp_path / "sparse"), shared=True, size=2 * half + 16, dtype=torch.float16)
     q = file.as_strided((1, 1, 3, 16), (1, 1, half // 2, 1), half)
@@ -699,6 +699,46 @@ def test_the_benchmarks_tile_copy_copies(N, D):
 
     x = torch.randn(2, 33, N, D)
     assert torch.equal(tile_copy(x), x)
+
+
+def test_every_row_named_compiled_is_compiled_and_rows_are_on_the_disk_as_they_come(tmp_path, monkeypatch):
+    """In a rehearsal on a CPU, of more shapes than torch.compile takes of one function. A failure loses no other row."""
+    from bench import rope as bench_rope
+
+    compiles, table = [], tmp_path / "rows.csv"
+    rows_at_compile = []
+
+    def backend(graph, inputs):
+        compiles.append(graph)
+        rows_at_compile.append(len(table.read_text().splitlines()))
+        return graph.forward
+
+    monkeypatch.setattr(choice, "kernel", "torch")
+    monkeypatch.setattr(bench_rope, "compiled", lambda f: torch.compile(f, backend=backend, dynamic=False))
+    monkeypatch.setattr(bench_rope, "errors", lambda *args: (None, None, None))
+    rows = bench_rope.Rows(table)
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
+        for T in range(4, 16):
+            before = len(compiles)
+            bench_rope.measure_shape((1, T, 2, 1, 8, 8), "cpu", "torch.compile(ours", rows)
+            assert len(compiles) >= before + 3  # one for each layout at least
+    lines = table.read_text().splitlines()
+    assert lines[0].startswith("gpu,driver,torch,") and len(lines) == 1 + rows.count == 1 + 12 * (1 + 6 + 2)
+    assert rows_at_compile[-1] > len(lines) - 12
+    with pytest.raises(ValueError, match="has other columns: choose another file"):
+        rows.append({"other": 1})
+
+
+def test_a_row_that_cannot_be_measured_is_a_line(tmp_path, monkeypatch, capsys):
+    from bench import rope as bench_rope
+
+    def fails(q, k):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(bench_rope, "peers", lambda *args: {"ours": fails})
+    rows = bench_rope.Rows(tmp_path / "rows.csv")
+    bench_rope.measure_shape(bench_rope.TOY, "cpu", "", rows)
+    assert capsys.readouterr().out.count("failed (RuntimeError: out of memory)") == 6 and rows.count == 3
 
 
 @pytest.mark.process

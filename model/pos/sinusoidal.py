@@ -30,7 +30,8 @@ class Sinusoidal(Encoding):
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         C = self.shape.width
         freq = self.base ** (-torch.arange(0, C, 2, dtype=torch.float64, device="cpu") / C)  # [C / 2]
-        cos, sin = cos_sin(constant(phase(freq).tolist(), torch.int64, positions.device), positions)  # [T, C / 2] or [B, T, C / 2]
+        phases = constant(phase(freq).tolist(), torch.int64, positions.device)
+        cos, sin = cos_sin(phases, positions)  # [T, C / 2] or [B, T, C / 2]
         return x + (self.scale * torch.stack((sin, cos), dim=-1).flatten(-2)).to(x.dtype)
 
 

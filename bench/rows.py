@@ -1,0 +1,51 @@
+"""The rows of a benchmark, appended to a table one by one, and the machine that they were measured on."""
+
+import csv
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+from conf.registry import ROOT
+
+
+def output_of(*command: str) -> str:
+    """What a command prints; "unknown" where it does not exist or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def machine() -> dict[str, str]:
+    """GPU, driver, versions and commit."""
+    import triton
+
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version(),
+        "commit": output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
+    }  # fmt: skip
+
+
+class Rows:
+    """A table of rows, each of which is on the disk as soon as it is appended."""
+
+    def __init__(self, path: Path):
+        """path: a csv file, which may exist, with the same columns."""
+        self.path, self.machine, self.count = path, machine(), 0
+
+    def append(self, row: dict) -> None:
+        """Add a row, with the columns of the machine before its own. ValueError: the file has other columns."""
+        row = {**self.machine, **row}
+        header = self.path.open().readline().strip() if self.path.exists() else ""
+        if header and header != ",".join(row):
+            raise ValueError(f"{self.path}: has other columns: choose another file with --out")
+        with self.path.open("a", newline="") as file:
+            table = csv.DictWriter(file, row.keys(), lineterminator="\n")
+            if not header:
+                table.writeheader()
+            table.writerow(row)
+        self.count += 1
