@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from conf.errors import UserError
-from engine import compile as compiling, device as devices
+from engine import checkpoint, compile as compiling, device as devices, distributed
+from engine.optimizer import make_optimizer
+from kernels import choice
 from model import attention, gpt
 from model.decode import Cache
 from model.scaling import NO_CHANGE, ContextChange, resolve
-from tests.helpers import SMALL, choices, more_positions, random_tokens, scaling_knobs, train_settings
+from tests.helpers import SMALL, choices, more_positions, random_tokens, run_train, scaling_knobs, train_settings
 
 CHANGES = ["none", "window", "yarn", "rerope"]
 
@@ -147,3 +150,126 @@ def test_a_failed_compilation_is_one_line_for_each_thing_and_training_continues(
         line.startswith(f"warning: torch.compile of {name} failed, it continues uncompiled: ")
         for name, line in zip(("a block", "the loss"), lines, strict=True)
     )
+
+
+# ---- on a GPU; `pytest -m gpu` on a machine without one runs the same on its CPU, which rehearses them ----
+
+GPU = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def kernel_by_device(monkeypatch):
+    """The kernel on CUDA, plain torch on a CPU, whatever other tests have chosen."""
+    monkeypatch.setattr(choice, "kernel", "auto")
+
+
+def model_and_change(pos: str, scaling: str, *overrides: str) -> tuple[gpt.GPT, ContextChange]:
+    """A small float32 model on the CPU with weights so large that positions matter, and a change of its context."""
+    settings = train_settings(f"pos={pos}", *SMALL, *more_positions(pos, 64), *overrides)
+    model = gpt.build(settings, 50)
+    torch.manual_seed(1)
+    for p in model.parameters():
+        if p.dim() == 2:
+            torch.nn.init.normal_(p, std=0.1)
+    return model, change_of(scaling, model, settings)
+
+
+def losses_and_gradients(model: gpt.GPT, tokens: torch.Tensor, change: ContextChange) -> list[torch.Tensor]:
+    """The losses, and the gradients of their sum, on the CPU."""
+    losses = model.losses(tokens[:, :-1], tokens[:, 1:], None, change)
+    gradients = torch.autograd.grad(losses.sum(), list(model.parameters()), allow_unused=True)
+    return [x.detach().cpu() for x in (losses, *gradients) if x is not None]
+
+
+def close(a: list[torch.Tensor], b: list[torch.Tensor], tolerance: float = 1e-3) -> bool:
+    pairs = zip(a, b, strict=True)
+    return all((x - y).abs().max() <= tolerance * (1 + y.abs().max()) for x, y in pairs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [4, 2], ids=["mha", "gqa"])
+@pytest.mark.parametrize("scaling", CHANGES)
+@pytest.mark.parametrize("pos", choices("pos"))
+def test_on_cuda_as_on_a_cpu_and_compiled_as_eager(pos, scaling, heads, kernel_by_device, monkeypatch):
+    """In float32: losses and gradients. In bfloat16: the losses, roughly."""
+    model, change = model_and_change(pos, scaling, f"model.n_kv_heads={heads}")
+    tokens = random_tokens(2, 49)
+    want = losses_and_gradients(model, tokens, change)
+    model, tokens = model.to(GPU), tokens.to(GPU)
+    assert close(losses_and_gradients(model, tokens, change), want)
+    with torch.autocast(GPU, torch.bfloat16):
+        assert close(losses_and_gradients(model, tokens, change)[:1], want[:1], 0.05)
+    if heads == 4 and GPU == "cuda":  # a minute each on a CPU
+        monkeypatch.setattr(attention, "attend_blockwise", attention.attend_blockwise)
+        compiling.compile_blocks(model)
+        assert close(losses_and_gradients(model, tokens, change), want)
+        assert not compiling.failed
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_resumes_to_the_same_weights_and_can_be_sampled(here, monkeypatch, capsys, kernel_by_device):
+    """Stopped after 5 of 10 steps by a copy of the checkpoint."""
+    import sample
+    import train
+
+    settings = ("steps=10", "save_every=5", f"device={GPU}", "dtype=float32", "compile=false")
+    run_train(*settings, "name=whole")
+    saved, plain = [], train.resume.save
+
+    def stop_at_5(folder, values, *rest, **options):
+        plain(folder, values, *rest, **options)
+        saved.append(values["step"])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(train.resume, "save", stop_at_5)
+        run_train(*settings, "name=halves")
+    run_train(*settings, "name=halves")
+    assert saved == [5]
+    whole, halves = (checkpoint.load(Path("runs") / name)["model"] for name in ("whole", "halves"))
+    assert all(torch.allclose(whole[name], halves[name], atol=1e-5) for name in whole)
+    monkeypatch.setattr(
+        "sys.argv", ["sample.py", "run=whole", "tokens=8", f"device={GPU}", "scaling=ntk", "prompt=def"]
+    )
+    sample.main()
+    assert "tokens, " in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_one_step_of_ddp_on_one_device_is_the_step_without_it(tmp_path, kernel_by_device):
+    model, _ = model_and_change("rope", "none")
+    tokens = random_tokens(2, 33).to(GPU)
+    alone = losses_and_gradients(model.to(GPU), tokens, NO_CHANGE)
+    torch.distributed.init_process_group(
+        "nccl" if GPU == "cuda" else "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        from engine.ddp_fsdp import ManyProcesses
+
+        ranks = object.__new__(ManyProcesses)  # which has joined the group
+        losses = ranks.wrap_model(model, torch.device(GPU, 0) if GPU == "cuda" else torch.device(GPU), shard=False)
+        losses(tokens[:, :-1], tokens[:, 1:], None, NO_CHANGE).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert close([p.grad.cpu() for p in model.parameters()], alone[1:], 1e-5)
+
+
+@pytest.mark.gpu
+def test_a_step_of_training_on_a_gpu_synchronises_nothing(here, kernel_by_device):
+    """CUDA reports every wait as an error; the first step makes what later ones use again."""
+    import train
+
+    cfg = train_settings("exp=smoke", "pos=rope", "dtype=bfloat16", "positions=random")
+    with distributed.ranks().rank0_first():
+        corpus = train.corpora.prepare(cfg.data, ".cache", None)
+    model = gpt.build(cfg, corpus.vocab_size).to(GPU)
+    optimizer, device = make_optimizer(model, cfg.optim), torch.device(GPU)
+    try:
+        for step in range(3):
+            batches = train.training_batches(cfg, corpus, step, slice(0, 8), device)
+            train.optimizer_step(cfg, model, model.losses, optimizer, batches, 1e-3, NO_CHANGE)
+            if GPU == "cuda":
+                torch.cuda.set_sync_debug_mode("error")
+    finally:
+        if GPU == "cuda":
+            torch.cuda.set_sync_debug_mode("default")

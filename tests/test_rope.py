@@ -702,7 +702,7 @@ def test_the_benchmarks_tile_copy_copies(N, D):
 
 
 def test_every_row_named_compiled_is_compiled_and_rows_are_on_the_disk_as_they_come(tmp_path, monkeypatch):
-    """In a rehearsal on a CPU, of more shapes than torch.compile takes of one function. A failure loses no other row."""
+    """In a rehearsal on a CPU, in which torch.compile would give up on one function after the first shape or two."""
     from bench import rope as bench_rope
 
     compiles, table = [], tmp_path / "rows.csv"
@@ -718,12 +718,12 @@ def test_every_row_named_compiled_is_compiled_and_rows_are_on_the_disk_as_they_c
     monkeypatch.setattr(bench_rope, "errors", lambda *args: (None, None, None))
     rows = bench_rope.Rows(table)
     with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
-        for T in range(4, 16):
+        for T in range(4, 8):
             before = len(compiles)
             bench_rope.measure_shape((1, T, 2, 1, 8, 8), "cpu", "torch.compile(ours", rows)
             assert len(compiles) >= before + 3  # one for each layout at least
     lines = table.read_text().splitlines()
-    assert lines[0].startswith("gpu,driver,torch,") and len(lines) == 1 + rows.count == 1 + 12 * (1 + 6 + 2)
+    assert lines[0].startswith("gpu,driver,torch,") and len(lines) == 1 + rows.count == 1 + 4 * (1 + 6 + 2)
     assert rows_at_compile[-1] > len(lines) - 12
     with pytest.raises(ValueError, match="has other columns: choose another file"):
         rows.append({"other": 1})
