@@ -85,10 +85,15 @@ def train(cfg: TrainConfig) -> None:
         corpus = corpora.prepare(cfg.data, cfg.cache, tokenizer)
     if any(s["corpus"] not in (None, corpus.key) for s in (state, parent) if s):
         raise UserError(f"{folder}: the corpus has changed since this run began: choose name=NEW or fresh=true")
-    model = gpt.build(cfg, corpus.vocab_size)
-    if parent:
+    with torch.device("meta" if cfg.shard and distributed.rank() else "cpu"):  # rank 0 gives the others their shards
+        model = gpt.build(cfg, corpus.vocab_size)
+    if parent and not model.head.weight.is_meta:
         model.load_state_dict(parent["model"])
-    losses = ranks.wrap_model(model, device, cfg.shard)  # model.losses, on one device or several
+    if cfg.recompute:
+        from engine.recompute import recompute_blocks
+
+        recompute_blocks(model)
+    losses = ranks.wrap_model(model, device, cfg)  # model.losses, on one device or several
     optimizer = make_optimizer(model, cfg.optim)
     start, seconds = 0, 0.0
     if state:
@@ -204,10 +209,8 @@ def count_micro_batches(rows: int, cfg: TrainConfig) -> int:
     Each has at most cfg.micro_tokens tokens, or is one row. The number divides `rows`, so that the mean over
     micro-batches is the mean over the batch.
     """
-    parts = math.ceil(rows * cfg.ctx / max(cfg.micro_tokens, cfg.ctx))
-    while rows % parts:
-        parts += 1
-    return parts
+    least = math.ceil(rows * cfg.ctx / max(cfg.micro_tokens, cfg.ctx))
+    return next(parts for parts in range(least, rows + 1) if rows % parts == 0)
 
 
 def training_batches(

@@ -160,6 +160,7 @@ class TrainConfig(CommonConfig):
     steps: Annotated[int, at_least(1)] = MISSING
     seed: Annotated[int, at_least(0)] = 0
     shard: bool = False
+    recompute: bool = False
     val_every: Annotated[int, at_least(1)] = MISSING
     val_windows: Annotated[int, at_least(1)] = MISSING
     # Run control: these may change when a run is resumed, as kernel, device, runs and cache may.
@@ -172,7 +173,8 @@ class TrainConfig(CommonConfig):
 
 
 # Settings that do not change the trained weights: a run is resumed although they differ (`differences`)
-RUN_CONTROL = ("name", "fresh", "save_every", "log_every", "compile", "kernel", "device", "runs", "cache", "project")
+RUN_CONTROL = ("name", "fresh", "save_every", "log_every", "compile", "recompute", "kernel", "device", "runs", "cache",
+               "project")  # fmt: skip
 
 
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)

@@ -21,10 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from conf.errors import OneRankError, UserError
+from conf.schema import TrainConfig
+from engine.device import uses_bfloat16
 from engine.distributed import OneProcess, rank, world
 from model.gpt import GPT
 
-COLLECTIVE_TIMEOUT = timedelta(hours=3)  # rank 0 may be preparing a large corpus; a dead process is noticed earlier
+PREPARATION_TIMEOUT = timedelta(hours=3)  # rank 0 may be preparing a large corpus; a dead process is noticed earlier
+TRAINING_TIMEOUT = timedelta(minutes=10)  # of a collective: longer than compiling or writing a checkpoint takes
 SIGNAL_GRACE = 15  # seconds in which the main thread must see a signal; torchrun itself waits for 30
 ANOTHER_RANK_DIED = (
     "another process of this job ended, so this one cannot continue; "
@@ -61,7 +64,7 @@ class ManyProcesses(OneProcess):
     def __init__(self, device: torch.device):
         # gloo beside nccl: what the ranks exchange on the CPU never waits for the GPU
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group(backend, timeout=PREPARATION_TIMEOUT)
         atexit.register(dist.destroy_process_group)
         if rank() > 0:
             sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 (until the process ends)
@@ -111,7 +114,8 @@ class ManyProcesses(OneProcess):
 
         threading.Thread(target=watch, daemon=True).start()
         try:
-            yield
+            with collective_timeout(TRAINING_TIMEOUT):
+                yield
         except RuntimeError as e:  # gloo raises a plain RuntimeError
             if not (isinstance(e, dist.DistError) or any(x in str(e) for x in ("gloo", "NCCL"))):
                 raise
@@ -156,23 +160,64 @@ class ManyProcesses(OneProcess):
 
     # ---- the model ----
 
-    def wrap_model(self, model: GPT, device: torch.device, shard: bool) -> Callable[..., Tensor]:
+    def wrap_model(self, model: GPT, device: torch.device, cfg: TrainConfig) -> Callable[..., Tensor]:
         # Blocks are compiled separately, so there is no graph to be cut where DDP communicates
         torch._dynamo.config.optimize_ddp = False
-        if not shard:
+        if not cfg.shard:
             ids = [device.index] if device.type == "cuda" else None
             return nn.parallel.DistributedDataParallel(Losses(model.to(device)), device_ids=ids)
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
-        mesh = init_device_mesh(device.type, (world(),))
-        for part in (*model.blocks, model):  # each moves to the device and is sharded before the next
-            fully_shard(part, mesh=mesh)
-        register_fsdp_forward_method(model, "losses")
-        warnings.filterwarnings(
-            "ignore", message="FSDP2-wrapped module .* returned a view"
-        )  # harmless: the view is only read
+        shard_model(model, device, cfg)
         return model.losses
 
     def no_sync(self, losses: Callable, more: bool) -> AbstractContextManager:
-        return losses.no_sync() if more and isinstance(losses, nn.parallel.DistributedDataParallel) else nullcontext()
+        if isinstance(losses, nn.parallel.DistributedDataParallel):
+            return losses.no_sync() if more else nullcontext()
+        losses.__self__.set_requires_gradient_sync(not more)  # ty: ignore[missing-attribute] (of a method of FSDP's)
+        return nullcontext()
+
+
+def shard_model(model: GPT, device: torch.device, cfg: TrainConfig) -> None:
+    """Split the parameters over the processes (FSDP2), in place: no process but rank 0 ever holds all of them.
+
+    With bfloat16 the blocks are gathered in bfloat16, as autocast would cast their weights, and gradients are summed in
+    float32. The embeddings, which the float32 sum of all layers starts from, are gathered in float32.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    def tie() -> None:  # moving parameters between devices separates the two
+        if cfg.model.tied_head:
+            model.head.weight = model.tokens.weight
+
+    weights = model.state_dict() if rank() == 0 else {}
+    model.to("meta")
+    tie()
+    mesh, plain, low = init_device_mesh(device.type, (world(),)), MixedPrecisionPolicy(), MixedPrecisionPolicy()
+    if uses_bfloat16(device, cfg.dtype):
+        low = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh, mp_policy=plain if part is model else low)
+    model.to_empty(device=device)
+    tie()
+    set_model_state_dict(
+        model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=False)
+    )
+    register_fsdp_forward_method(model, "losses")
+    # Harmless: the view is only read; and uncompiled, norms with gathered weights run as several kernels
+    for message in ("FSDP2-wrapped module .* returned a view", "Mismatch dtype between input and weight"):
+        warnings.filterwarnings("ignore", message=message)
+
+
+@contextmanager
+def collective_timeout(timeout: timedelta) -> Generator[None]:
+    """Within it a collective that takes longer than `timeout` fails; after it that of the preparation holds again."""
+    group = dist.group.WORLD
+    if group is None:
+        yield
+        return
+    group.set_timeout(timeout)
+    try:
+        yield
+    finally:
+        group.set_timeout(PREPARATION_TIMEOUT)

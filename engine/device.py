@@ -37,8 +37,7 @@ def pick_device(name: str) -> torch.device:
     Under torchrun each process of a machine uses the GPU with the number of its LOCAL_RANK. UserError if the device
     does not exist or cannot allocate memory.
     """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
     if name == "cuda" and distributed.world() > 1:
         from engine.ddp_fsdp import own_gpu
 
@@ -69,21 +68,17 @@ def should_compile(setting: str, device: torch.device, flops: float) -> bool:
     auto compiles on CUDA, and on a CPU if a C++ compiler is installed and the training is long enough to save more
     time than the compilation takes.
     """
-    if setting != "auto":
-        return setting == "true"
     pays = flops > COMPILE_GAINS_FROM and any(map(shutil.which, ("g++", "clang++")))
-    return pays or device.type == "cuda"
+    return device.type == "cuda" or pays if setting == "auto" else setting == "true"
 
 
 def tokens_per_pass(device: torch.device, model: nn.Module) -> int:
     """How many tokens to evaluate in one forward pass, in several windows where they are short."""
     if device.type != "cuda":
         return 2048  # so that activations stay in a CPU's cache: 1.2 times the speed of 8192
-    widest = max(m.out_features for m in model.modules() if isinstance(m, nn.Linear))
-    # A quarter of the free memory, for at most 8 float32 activations of that width at a time, as a power of two, since
-    # the free memory varies a little
-    tokens = torch.cuda.mem_get_info(device)[0] // (4 * 32 * widest)
-    return max(2048, min(2**18, 1 << (tokens.bit_length() - 1)))
+    from engine.gpu_limits import tokens_that_fit
+
+    return tokens_that_fit(device, model)
 
 
 def store_in_bfloat16(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import check, rank
+from conf.schema import TrainConfig
 from model.gpt import GPT
 
 
@@ -82,13 +83,13 @@ class OneProcess:
         """The full tensor of a DTensor; other tensors unchanged."""
         return x
 
-    def wrap_model(self, model: GPT, device: torch.device, shard: bool) -> Callable[..., Tensor]:
+    def wrap_model(self, model: GPT, device: torch.device, cfg: TrainConfig) -> Callable[..., Tensor]:
         """Move a model that was built on the CPU to its device or devices. Returns the model.losses to train with."""
         model.to(device)
         return model.losses
 
     def no_sync(self, losses: Callable, more: bool) -> AbstractContextManager:
-        """Around a forward and backward pass: no gradient averaging while more passes of the same step follow."""
+        """Around a forward and backward pass: gradients are not exchanged while more passes of the same step follow."""
         return nullcontext()
 
 

@@ -24,7 +24,7 @@ class Throughput:
         self.flops = flops_per_token(n_parameters, cfg.model, cfg.ctx)
         self.peak = None  # FLOP/s
         if device.type == "cuda" and cfg.attention == "softmax":
-            from engine.gpu_peaks import peak_flops
+            from engine.gpu_limits import peak_flops
 
             self.peak = peak_flops(device, cfg.dtype)
 

@@ -25,9 +25,8 @@ def choose(name: str, device: torch.device) -> None:
 
 def uses_triton(device: torch.device) -> bool:
     """Whether rope runs the kernel on this device (for float32, float16 and bfloat16). Imports it if so."""
-    if kernel == "torch" or not TRITON_INSTALLED:
-        return False
-    if not (device.type == "cuda" or (kernel == "triton" and INTERPRETED)):
+    runs_here = device.type == "cuda" or (kernel == "triton" and INTERPRETED)
+    if kernel == "torch" or not (TRITON_INSTALLED and runs_here):
         return False
     from kernels import rope_triton  # noqa: F401 (loads triton, and registers the ops before anything is compiled)
 

@@ -16,7 +16,9 @@ import torch
 from conf.errors import UserError
 from engine import checkpoint, distributed
 from engine.ddp_fsdp import ANOTHER_RANK_DIED, ManyProcesses
-from tests.helpers import ROOT, run_eval, run_train
+from engine.recompute import recompute_blocks
+from model import gpt
+from tests.helpers import ROOT, SMALL, run_eval, run_train, train_settings
 
 STEPS = 120
 SETTINGS = ("exp=smoke", f"steps={STEPS}", "dtype=float32", "save_every=10", "val_every=40", "log_every=1")
@@ -186,6 +188,94 @@ def test_a_sharded_run_is_the_same_run_and_ends_in_one_portable_file(here, alone
     state = checkpoint.load(Path("runs/x"))
     assert largest_difference(state, reference(alone)) < 1e-5 and not Path("runs/x/shards").exists()
     assert state["validation"]["loss"] == pytest.approx(reference(alone)["validation"]["loss"], abs=1e-5)
+
+
+@pytest.mark.distributed
+def test_a_sharded_run_in_bfloat16_is_the_same_run_to_rounding(here, alone, cache):
+    """Blocks are gathered in bfloat16, 2 micro-batches a step, recomputed: as one process computes under autocast."""
+    settings = ("exp=smoke", "dtype=bfloat16", "log_every=1")
+    out = succeed(torchrun(2, "train.py", *settings, "name=two", "shard=true", "micro_tokens=128", "recompute=true"))
+    run_train(*settings[1:], "name=one")
+    one, two = (checkpoint.load(Path("runs") / name) for name in ("one", "two"))
+    gap = abs(one["validation"]["loss"] - two["validation"]["loss"])
+    print(f"difference of the losses after 20 steps: {gap:.1e}")
+    assert gap < 2e-3 and "2 processes" in out
+    assert largest_difference(one, two) > 0  # sums of other parts round differently
+    weights = [(one["model"][k] - two["model"][k]).norm() / one["model"][k].norm() for k in one["model"]]
+    assert max(weights) < 0.02
+
+
+WORKER = """
+import sys, time
+from datetime import timedelta
+import torch
+from conf.compose import train_settings
+from data.batches import batch
+from engine import ddp_fsdp, distributed
+from model import gpt
+ranks = distributed.join(torch.device("cpu"))
+cfg = train_settings("exp=smoke", "dtype=bfloat16", "shard=true", "pos=t5_bias")
+with torch.device("meta" if distributed.rank() else "cpu"):
+    model = gpt.build(cfg, 64)
+whole = {k: v.clone() for k, v in model.state_dict().items()}
+assert model.head.weight.is_meta == (distributed.rank() == 1)
+losses = ranks.wrap_model(model, torch.device("cpu"), cfg)
+assert model.head.weight is model.tokens.weight
+sharded = {k: v.full_tensor() for k, v in model.state_dict().items()}  # a collective: all ranks call it
+assert not distributed.rank() or all(v.is_meta for v in whole.values())
+assert distributed.rank() or all(torch.equal(v, whole[k]) for k, v in sharded.items())
+tokens = torch.arange(48).view(2, 24)
+
+exchanged = []
+for more in (True, True, False):
+    with ranks.no_sync(losses, more), torch.autocast("cpu", torch.bfloat16):
+        losses(tokens[:, :-1], tokens[:, 1:]).mean().backward()
+    exchanged.append(int(model.blocks[0].mlp.up.weight.grad is not None))  # the sharded sum of all ranks
+seen = []
+weight = model.blocks[0].mlp.up
+weight.register_forward_pre_hook(lambda module, args: seen.append((module.weight.dtype, args[0].dtype)))
+with torch.autocast("cpu", torch.bfloat16):
+    losses(tokens[:, :-1], tokens[:, 1:])
+assert seen[0][0] == torch.bfloat16 and model.blocks[0].mlp.up.weight.grad.dtype == torch.float32, seen
+began, failed = time.monotonic(), False
+try:
+    with ddp_fsdp.collective_timeout(timedelta(seconds=2)):
+        if distributed.rank() == 0:
+            ranks.any_rank(True)  # the other rank does not come
+        else:
+            time.sleep(6)
+except RuntimeError as e:
+    failed = True
+if distributed.rank() == 0:
+    print("exchanged", exchanged, "failed", failed, time.monotonic() - began < 5, flush=True)
+import os
+os._exit(0)
+"""
+
+
+@pytest.mark.distributed
+def test_sharding_gathers_bfloat16_exchanges_gradients_once_a_step_and_gives_up_in_time(here):
+    """Rank 1 builds no weights; the embeddings stay tied; a collective that another rank does not join fails."""
+    Path("worker.py").write_text(WORKER)
+    code, out, err = finish(torchrun(2, str(here / "worker.py")))
+    assert code == 0 and out == "exchanged [0, 0, 1] failed True True\n", (out, err)
+
+
+def test_recomputed_blocks_give_the_same_gradients_with_less_memory():
+    x = torch.randint(50, (2, 33), generator=torch.Generator().manual_seed(0))
+    gradients, kept = [], []
+    for recompute in (False, True):
+        model = gpt.build(train_settings("pos=rope", *SMALL), 50)
+        if recompute:
+            recompute_blocks(model)
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=sizes: s.append(t.numel()) or t, lambda t: t):
+            loss = model.losses(x[:, :-1], x[:, 1:]).mean()
+        kept.append(sum(sizes))
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+        assert list(model.state_dict()) == list(gpt.build(train_settings("pos=rope", *SMALL), 50).state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert kept[1] < kept[0] / 3
 
 
 @pytest.mark.distributed

@@ -8,7 +8,7 @@ import torch
 
 import train
 from engine import checkpoint
-from engine.gpu_peaks import peak_flops
+from engine.gpu_limits import peak_flops
 from engine.throughput import Throughput, flops_per_token
 from engine.tracking import TrainingLog
 from model import gpt

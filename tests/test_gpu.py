@@ -247,7 +247,7 @@ def test_one_step_of_ddp_on_one_device_is_the_step_without_it(tmp_path, kernel_b
         from engine.ddp_fsdp import ManyProcesses
 
         ranks = object.__new__(ManyProcesses)  # which has joined the group
-        losses = ranks.wrap_model(model, torch.device(GPU, 0) if GPU == "cuda" else torch.device(GPU), shard=False)
+        losses = ranks.wrap_model(model, torch.device(GPU, 0) if GPU == "cuda" else torch.device(GPU), train_settings())
         losses(tokens[:, :-1], tokens[:, 1:], None, NO_CHANGE).sum().backward()
     finally:
         torch.distributed.destroy_process_group()

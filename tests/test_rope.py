@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import kernels
 from kernels import choice, cos_sin, phase, rope_torch
 from kernels.rope import rope, rope_packed
-from model import gpt, pos as encodings
+from model import device_constants, gpt
 from model.pos.rope import Rope, Tables
 from model.rope_kernel import KernelInputs
 from model.scaling import ContextChange
@@ -564,18 +564,20 @@ def test_machine_code_for_sm_90_and_one_compile_for_all_shapes():
 # ---- inside the GPT ----
 
 
-def test_phases_are_computed_once_for_equal_frequencies():
-    """And after an evaluation in inference mode they can be used in training; a copy of the frequencies is equal."""
-    pos = gpt.build_encoding(train_settings("pos=rope", *SMALL))
+def test_phases_are_copied_to_a_gpu_once_for_equal_frequencies(monkeypatch):
+    """Here to the meta device. What an evaluation copies in inference mode can be used in training."""
+    monkeypatch.setattr("model.pos.rope.uses_triton", lambda device: True)
+    pos, positions = gpt.build_encoding(train_settings("pos=rope", *SMALL)), torch.arange(3, device="meta")
     with torch.inference_mode():
-        first = pos.prepare(torch.arange(3), ContextChange())
-    again = pos.prepare(torch.arange(5), ContextChange(inv_freq=pos.inv_freq.clone()))
+        first = pos.prepare(positions, ContextChange())
+    again = pos.prepare(positions[:2], ContextChange(inv_freq=pos.inv_freq.clone()))
     assert isinstance(first, KernelInputs) and again.phase is first.phase and not first.phase.is_inference()
-    other = pos.prepare(torch.arange(3), ContextChange(inv_freq=pos.inv_freq / 3))
-    assert torch.equal(other.phase, phase(pos.inv_freq / 3)) and not torch.equal(other.phase, first.phase)
+    assert pos.prepare(positions, ContextChange(inv_freq=pos.inv_freq / 3)).phase is not first.phase
     for factor in range(100):  # dynamic NTK: other frequencies at every length
-        pos.prepare(torch.arange(3), ContextChange(inv_freq=pos.inv_freq / (1 + factor)))
-    assert len(encodings._constants) <= 64
+        pos.prepare(positions, ContextChange(inv_freq=pos.inv_freq / (1 + factor)))
+    assert len(device_constants._kept) <= 64
+    f = phase(pos.inv_freq)
+    assert torch.equal(device_constants.constant(f.tolist(), torch.int64, torch.device("cpu")), f)
 
 
 @pytest.mark.parametrize("pos", ["rope", "rope_interleaved", "rope_partial", "rope_proportional"])

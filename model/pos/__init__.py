@@ -7,11 +7,9 @@ To add one, write two files; nothing else changes:
 Then `python train.py pos=NAME` trains with it, and the tests run it too.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from conf.registry import build_from_knobs, load_kind
@@ -97,21 +95,6 @@ class Encoding(nn.Module):
         float32 [H, Tk] or [B, H, Tk]; None if bias has no such form.
         """
         return None
-
-
-_constants: dict[tuple, Tensor] = {}
-
-
-def constant(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of these values, [len(values)], which is not to be changed. The last ones are kept: to copy a value to a
-    GPU means to wait for all that it has to do."""
-    key = (*values, dtype, device)
-    if key not in _constants:
-        if len(_constants) > 63:  # dynamic scaling methods have other frequencies at every length
-            _constants.clear()
-        with torch.inference_mode(False):  # what an evaluation makes can then be used in training
-            _constants[key] = torch.tensor(values, dtype=dtype, device=device)
-    return _constants[key]
 
 
 def build(knobs: dict, shape: Shape) -> Encoding:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from model.pos import Encoding, constant
+from model.device_constants import constant
+from model.pos import Encoding
 
 
 def slopes(n_heads: int) -> list[float]:

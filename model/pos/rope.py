@@ -13,7 +13,7 @@ from torch import Tensor
 
 from conf.errors import UserError, check
 from kernels import cos_sin, phase, rotate, uses_triton
-from model.pos import Encoding, Shape, constant
+from model.pos import Encoding, Shape
 from model.scaling import ContextChange
 
 Table = tuple[Tensor, Tensor]  # cos and sin, float32 [T, P] or [B, T, P]
@@ -69,6 +69,10 @@ class Rope(Encoding):
         device = positions.device
 
         def phase(inv_freq: Tensor) -> Tensor:
+            if device.type == "cpu":
+                return self.phase(inv_freq, device)
+            from model.device_constants import constant
+
             return constant(self.phase(inv_freq, inv_freq.device).tolist(), torch.int64, device)
 
         def table(inv_freq: Tensor, start: Tensor | int = 0) -> Table:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from conf.errors import UserError, check
 from kernels import cos_sin, phase
-from model.pos import Encoding, Shape, constant
+from model.device_constants import constant
+from model.pos import Encoding, Shape
 
 
 class Sinusoidal(Encoding):

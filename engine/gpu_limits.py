@@ -1,6 +1,7 @@
-"""The peak of each GPU in FLOP/s, to which MFU refers."""
+"""What a GPU can do: its peak in FLOP/s, to which MFU refers, and the tokens that its memory holds."""
 
 import torch
+from torch import nn
 
 from engine.device import uses_bfloat16
 
@@ -24,3 +25,11 @@ def peak_of(gpu: str) -> float | None:
     """FLOP/s of the GPU with this name, as torch.cuda.get_device_name returns it; None if it is not in PEAKS."""
     words = f" {gpu.replace('-', ' ')} "
     return None if " MIG " in words else next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
+
+
+def tokens_that_fit(device: torch.device, model: nn.Module) -> int:
+    """How many tokens of an evaluation fit in a quarter of the free memory."""
+    widest = max(m.out_features for m in model.modules() if isinstance(m, nn.Linear))
+    # At most 8 float32 activations of that width at a time; a power of two, since the free memory varies a little
+    tokens = torch.cuda.mem_get_info(device)[0] // (4 * 32 * widest)
+    return max(2048, min(2**18, 1 << (tokens.bit_length() - 1)))
