@@ -19,7 +19,7 @@ def compile_blocks(model: GPT) -> None:
     failed.clear()
     torch.compiler.reset()  # what an earlier job of a sweep compiled counts against dynamo's limit of recompilations
     # Compiled on a CPU, T5's bias at ctx=1024 trains to NaN. (A decorator would import triton in every process.)
-    attention.attend_blockwise = torch.compiler.disable(attention.attend_blockwise)
+    attention.attend_blocks = torch.compiler.disable(attention.attend_blocks)
     for block in model.blocks:
         block._compiled_call_impl = compiled_or_plain("a block", block._call_impl)
     model._block_losses = compiled_or_plain("the loss", model._block_losses)

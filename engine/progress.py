@@ -14,9 +14,6 @@ class Lines:
         if text.strip():
             print(text.strip(), file=sys.stderr)
 
-    def flush(self) -> None:
-        sys.stderr.flush()
-
 
 def progress_bar(total: float, show: str, done: int = 0, hidden: bool = False) -> tqdm:
     """A progress bar on a terminal, and a line every 15 s in a log file; on rank 0 only.

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from conf.errors import UserError, file_errors
 from conf.schema import TrainConfig
@@ -35,7 +36,7 @@ def saved_state(cfg: TrainConfig, folder: Path, device: torch.device) -> dict[st
     return state
 
 
-def restore(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def restore(state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
     """Load weights and optimizer state of a checkpoint from `saved_state` into model and optimizer, in place."""
     if "folder" in state:
         from engine import shards
@@ -46,9 +47,7 @@ def restore(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Opti
         optimizer.load_state_dict(state["optimizer"])
 
 
-def save(
-    folder: Path, values: dict, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool, final: bool
-) -> None:
+def save(folder: Path, values: dict, model: nn.Module, optimizer: Optimizer, *, sharded: bool, final: bool) -> None:
     """Write a checkpoint: values (settings, step, corpus ...), weights and optimizer state. All ranks call it.
 
     sharded: every rank writes its part, except in the final checkpoint, which is always the one portable ckpt.pt.

@@ -119,9 +119,7 @@ def known_runs(runs: str) -> str:
     return f"there are {names}" if names else "first: python train.py pos=rope"
 
 
-def pick_run(
-    name: str | None, runs: str, ctx: int, scalings: Sequence[dict], exp: str | None = None
-) -> tuple[str, str]:
+def pick_run(name: str | None, runs: str, ctx: int, scalings: Sequence[dict], exp: str | None) -> tuple[str, str]:
     """(name of the run to open, the reason for the choice, which is printed). See Run.open for the arguments.
 
     Runs that do not fit are skipped and listed in the reason. UserError if no run fits.
@@ -142,6 +140,5 @@ def pick_run(
             skipped.append(f"{candidate}: {e}")
     if skipped:
         raise UserError(f"no run in {runs}/ fits: {'; '.join(skipped)}")
-    if exp:
-        raise UserError(f"no trained run with exp={exp} in {runs}/: first: python train.py pos=rope exp={exp}")
-    raise UserError(f"no trained run in {runs}/: first: python train.py pos=rope")
+    which, setting = (f" with exp={exp}", f" exp={exp}") if exp else ("", "")
+    raise UserError(f"no trained run{which} in {runs}/: first: python train.py pos=rope{setting}")

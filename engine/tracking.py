@@ -6,7 +6,6 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from conf.schema import TrainConfig
 from engine import distributed
@@ -36,9 +35,7 @@ class TrainingLog:
         """The checkpoint of this step has been written. seconds: duration of the training, all its parts together."""
 
 
-def training_log(
-    cfg: TrainConfig, folder: Path, start: int, measured: dict[str, Any]
-) -> AbstractContextManager[TrainingLog]:
+def training_log(cfg: TrainConfig, folder: Path, start: int, measured: dict) -> AbstractContextManager[TrainingLog]:
     """Context manager: the log of the training in `folder`, which begins at step `start` (above 0: it is resumed).
 
     measured: what the run's page shows beside the settings, such as the number of parameters.

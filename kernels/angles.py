@@ -34,9 +34,7 @@ def cos_sin(phase: Tensor, positions: Tensor, start: Tensor | int = 0) -> tuple[
     start: a phase, int64 [P], that is added at every position. ValueError: positions are not integers.
     """
     if positions.is_floating_point():
-        raise ValueError(
-            f"positions have dtype {positions.dtype}: must be int32 or int64 (bfloat16 skips integers past 256)"
-        )
+        raise ValueError(f"positions have dtype {positions.dtype}: must be int32 or int64 (others skip integers)")
     # The product overflows modulo 2^64, that is modulo full rotations. Shifted by 32 bits it counts 2^-32 rotations.
     rotations = (positions.to(torch.int64).unsqueeze(-1) * phase + start) >> 32
     angle = rotations.to(torch.float32) * (2 * math.pi / 2**32)

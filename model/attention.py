@@ -129,7 +129,7 @@ def attend(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange
     # On a CPU, the backward pass of SDPA is slower than plain matrix products, as long as T x T is small. Forward and
     # backward at B=16, H=4, D=64 in bfloat16 on two cores: 24 ms instead of 31 ms at T=256, 11 instead of 38 at T=128.
     if heads.q.device.type == "cpu" and torch.is_grad_enabled() and S == T <= QUERY_BLOCK:
-        return attend_written_out(heads, pos, positions, change, window)
+        return attend_unfused(heads, pos, positions, change, window)
     if window is None and S in (1, T):
         if not pos.has_bias:  # one fused kernel and no mask; a single query sees all keys
             return attend_causal(heads.q, heads.k, heads.v)
@@ -137,12 +137,10 @@ def attend(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange
             from model.key_bias_attention import attend_key_bias
 
             return attend_key_bias(heads, key_bias)
-    return attend_blockwise(heads, pos, positions, change, window)
+    return attend_blocks(heads, pos, positions, change, window)
 
 
-def attend_written_out(
-    heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, window: int | None
-) -> Tensor:
+def attend_unfused(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, window: int | None) -> Tensor:
     """Attention as plain matrix products and a softmax, for at most QUERY_BLOCK tokens -> [B, H, T, D].
 
     It slices no tensor: for slices, Inductor of torch 2.13 compiles a backward pass on a CPU that returns NaN. With a
@@ -153,12 +151,10 @@ def attend_written_out(
     return scores.softmax(-1).to(heads.v.dtype) @ heads.v
 
 
-def attend_blockwise(
-    heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, window: int | None
-) -> Tensor:
+def attend_blocks(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, window: int | None) -> Tensor:
     """Attention with a mask (window, bias, or fewer queries than keys), a block of queries at a time.
 
-    Never compiled (engine/compile.py), for the reason that attend_written_out gives.
+    Never compiled (engine/compile.py), for the reason that attend_unfused gives.
     """
     outputs, start = [], 0
     if window is not None and not pos.has_bias and heads.q.shape[2] == heads.k.shape[2]:

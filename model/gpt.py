@@ -162,9 +162,7 @@ class GPT(nn.Module):
         """Logits at every position, [B, T, V]."""
         return self.head(self.norm(self.hidden(tokens, positions, change)))
 
-    def last_logits(
-        self, tokens: Tensor, last: int, change: ContextChange = NO_CHANGE, cache: "Cache | None" = None
-    ) -> Tensor:
+    def last_logits(self, tokens: Tensor, last: int, change: ContextChange, cache: "Cache | None" = None) -> Tensor:
         """Logits at the last `last` positions only, [B, last, V]."""
         return self.head(self.norm(self.hidden(tokens, change=change, cache=cache, last=last)))
 

@@ -161,7 +161,7 @@ def test_an_untrained_model_gets_no_verdict_and_is_the_last_choice(here, capsys)
     config = here / "runs/mine/config.json"
     config.write_text(config.read_text().replace('"exp": "smoke"', '"exp": ""'))
     run_train("steps=1", "name=newest")
-    assert pick_run(None, "runs", 64, ())[0] == "mine"
+    assert pick_run(None, "runs", 64, (), None)[0] == "mine"
     assert pick_run(None, "runs", 64, (), exp="smoke")[0] == "newest"
 
 

@@ -140,7 +140,7 @@ def test_a_failed_compilation_is_one_line_for_each_thing_and_training_continues(
     x = random_tokens()
     want = model.losses(x[:, :-1], x[:, 1:])
     monkeypatch.setattr(compiling.torch, "compile", functools.partial(torch.compile, backend=fails))
-    monkeypatch.setattr(attention, "attend_blockwise", attention.attend_blockwise)
+    monkeypatch.setattr(attention, "attend_blocks", attention.attend_blocks)
     compiling.compile_blocks(model)
     for _ in range(2):
         assert torch.equal(model.losses(x[:, :-1], x[:, 1:]), want)
@@ -200,7 +200,7 @@ def test_on_cuda_as_on_a_cpu_and_compiled_as_eager(pos, scaling, heads, kernel_b
     with torch.autocast(GPU, torch.bfloat16):
         assert close(losses_and_gradients(model, tokens, change)[:1], want[:1], 0.05)
     if heads == 4 and GPU == "cuda":  # a minute each on a CPU
-        monkeypatch.setattr(attention, "attend_blockwise", attention.attend_blockwise)
+        monkeypatch.setattr(attention, "attend_blocks", attention.attend_blocks)
         compiling.compile_blocks(model)
         assert close(losses_and_gradients(model, tokens, change), want)
         assert not compiling.failed

@@ -18,9 +18,10 @@ import torch
 from conf.errors import UserError
 from conf.registry import yaml_values
 from model import gpt
+from model.combination import combine
 from model.pos import Shape
 from model.pos.rope import Rope
-from model.scaling import NO_CHANGE, ContextChange, NotApplicable, TrainedContext, compose, override, resolve
+from model.scaling import NO_CHANGE, ContextChange, NotApplicable, TrainedContext, override, resolve
 from tests.helpers import SMALL, choices, model_of, random_tokens, scaling_knobs, train_settings
 
 GOLDENS = Path(__file__).with_name("goldens.json")
@@ -291,7 +292,7 @@ def test_methods_compose_where_they_change_different_things():
     assert both.logn == 8 and both.factor == 3
     with pytest.raises(NotApplicable, match="two methods change the same thing"):
         resolve(KNOBS["ntk"], trained, 24, 24, [KNOBS["pi"]])
-    assert compose(ContextChange(window=3), ContextChange(logn=4)) == ContextChange(window=3, logn=4)
+    assert combine([ContextChange(window=3), ContextChange(logn=4)]) == ContextChange(window=3, logn=4)
 
 
 def test_a_method_replaces_the_frequencies_a_run_was_tuned_with_and_nothing_else():

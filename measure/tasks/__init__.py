@@ -62,8 +62,7 @@ class Task:
 
 def build(knobs: dict, corpus: HeldOut, ctx: int, documents: int) -> Task:
     """The task that a yaml of conf/task names, for a corpus. UserError for a wrong knob, or if no document fits."""
-    task = build_from_knobs(
-        load_kind("measure.tasks", knobs["kind"], "build", "task"), knobs, "task", corpus, ctx, documents
-    )
+    kind = load_kind("measure.tasks", knobs["kind"], "build", "task")
+    task = build_from_knobs(kind, knobs, "task", corpus, ctx, documents)
     task.guess = math.log(corpus.vocab_size)
     return task

@@ -21,9 +21,7 @@ COPIED = 0.5  # a window is moved if a larger share of its targets ends an 8-gra
 class Matched(Task):
     label = "matched"
 
-    def __init__(
-        self, corpus: HeldOut, ctx: int, documents: int, scored_tokens: int, windows: int, far_windows: int
-    ):  # fmt: skip
+    def __init__(self, corpus: HeldOut, ctx: int, documents: int, scored_tokens: int, windows: int, far_windows: int):
         """scored_tokens: at the end of each window. windows, far_windows: the number of windows of a document."""
         for knob, value in (("scored_tokens", scored_tokens), ("windows", windows), ("far_windows", far_windows)):
             check(value >= 1, f"task.{knob}", value, "at least 1")

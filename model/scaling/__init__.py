@@ -10,7 +10,6 @@ logits of earlier positions depend on the length of the input (dynamic NTK), the
 A module may also have a function `warning(knobs, trained) -> str`, for knobs that are unusual for a run.
 """
 
-import functools
 import importlib
 import math
 from collections.abc import Sequence
@@ -86,14 +85,6 @@ class ContextChange:
 NO_CHANGE = ContextChange()
 
 
-def compose(a: ContextChange, b: ContextChange) -> ContextChange:
-    """Both changes, as the literature joins NTK or ReRoPE with log-n. NotApplicable if they change the same field."""
-    if both := (a.overrides().keys() & b.overrides().keys()) - {"factor"}:
-        fields_ = ", ".join(sorted(both))
-        raise NotApplicable(f"plus: two methods change the same thing ({fields_}), so they do not compose")
-    return replace(a, **b.overrides())
-
-
 def override(trained: ContextChange, requested: ContextChange) -> ContextChange:
     """Combine the scaling requested at evaluation with the one the run was trained with.
 
@@ -113,7 +104,9 @@ def resolve(knobs: dict, trained: TrainedContext, n: int, ctx: int, plus: Sequen
     the evaluation, tokens. plus: the knobs of methods to combine with. NotApplicable if a method does not fit the run.
     """
     if plus:
-        return functools.reduce(compose, (resolve(k, trained, n, ctx) for k in (knobs, *plus)))
+        from model.combination import combine
+
+        return combine([resolve(k, trained, n, ctx) for k in (knobs, *plus)])
     values = dict(knobs)
     if "factor" in values:
         values["factor"] = _resolve_factor(values["factor"], trained, n, ctx)
