@@ -8,10 +8,13 @@ takes seconds a job, to try the command.
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
@@ -216,17 +219,53 @@ def main() -> None:
         f"{len(jobs)} jobs, {len(todo)} to do: about {left / 60:.1f} h at {size.train_rate:,.0f} tokens/s of training"
     )
 
-    deadline = time.monotonic() + 60 * args.minutes
-    for i, job in enumerate(todo):
-        print(f"\n=== {job.name} ({i + 1} of {len(todo)}; about {left / 60:.1f} h left) ===", flush=True)
-        try:
-            rows += run_job(job, size, runs, deadline)
-        except Stopped:
-            sys.exit(f"stopped: {i} jobs done, {len(todo) - i} left; run the same command again to resume")
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        write_atomically(out, lambda f, text=text: f.write(text.encode()))
-        left -= minutes(job, size)
+    check(args.jobs >= 1, "jobs", args.jobs, "at least 1")
+    share_cores(args.jobs)
+    done, deadline = 0, time.monotonic() + 60 * args.minutes
+    try:
+        for job, new_rows in finished_jobs(todo, lambda job: run_job(job, size, runs, deadline), args.jobs):
+            rows += new_rows
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            write_atomically(out, lambda f, text=text: f.write(text.encode()))
+            done, left = done + 1, left - minutes(job, size)
+            print(f"\n=== {job.name} is done: {done} of {len(todo)}; about {left / 60 / args.jobs:.1f} h left ===")
+    except (Stopped, KeyboardInterrupt):
+        sys.exit(f"stopped: {done} jobs done, {len(todo) - done} left; run the same command again to resume")
     print(f"\nrows: {out}   next: python -m studies.claims, studies.tables, studies.figures")
+
+
+def finished_jobs(todo: Sequence[Job], run: Callable[[Job], Rows], jobs: int) -> Iterator[tuple[Job, Rows]]:
+    """Run every job, `jobs` of them at a time, and yield each with its rows when it is finished.
+
+    A job that starts from the run of another one (init=NAME) waits for it. The first exception of a job is raised after
+    the jobs that have begun have ended; no other is begun.
+    """
+    futures: dict[str, Future[Rows]] = {}
+
+    def after_its_parent(job: Job) -> Rows:
+        parent = next((x.removeprefix("init=") for x in job.train if x.startswith("init=")), None)
+        if parent in futures:  # which comes first in the queue, so it has begun
+            futures[parent].result()
+        print(f"\n=== {job.name} ===", flush=True)
+        return run(job)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for job in todo:
+                futures[job.name] = pool.submit(after_its_parent, job)
+            by_future = {futures[job.name]: job for job in todo}
+            for future in as_completed(by_future):
+                yield by_future[future], future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def share_cores(jobs: int) -> None:
+    """Give each of several jobs at a time its part of the threads, unless OMP_NUM_THREADS says how many."""
+    if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, torch.get_num_threads() // jobs)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of the child processes
+        torch.set_num_threads(threads)  # which the rows name
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -235,6 +274,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", help="such as 0 or 0,1,2; without it, those of the size")
     parser.add_argument("--only", help="parts (encodings, base, finetune) or names of jobs: rope-s0,base100-s0")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="save and stop after this time")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time, on a GPU or a machine with many cores")
     parser.add_argument("--runs", help="the folder of runs; without it, runs/matrix-SIZE")
     parser.add_argument("--out", help="the rows; without it, results/matrix.jsonl (or matrix-SIZE.jsonl)")
     return parser.parse_args()

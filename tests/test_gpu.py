@@ -2,6 +2,9 @@
 
 import contextlib
 import functools
+import os
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from kernels import choice
 from model import attention, gpt
 from model.decode import Cache
 from model.scaling import NO_CHANGE, ContextChange, resolve
-from tests.helpers import SMALL, choices, more_positions, random_tokens, run_train, scaling_knobs, train_settings
+from tests.helpers import ROOT, SMALL, choices, more_positions, random_tokens, run_train, scaling_knobs, train_settings
 
 CHANGES = ["none", "window", "yarn", "rerope"]
 
@@ -273,3 +276,43 @@ def test_a_step_of_training_on_a_gpu_synchronises_nothing(here, kernel_by_device
     finally:
         if GPU == "cuda":
             torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- the command for a borrowed GPU ----
+
+
+def gpu_check(here: Path, stage: str, **env: str) -> subprocess.CompletedProcess:
+    full = {**os.environ, "TOY": "1", "OUT": str(here / "out"), "CORPUS": str(here / ".cache"), **env}
+    return subprocess.run(["bash", str(ROOT / "bench/gpu_check.sh"), stage], env=full, capture_output=True, text=True)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("stage, steps", [("a", 5), ("b", 2)])
+def test_the_stages_for_a_borrowed_gpu_are_rehearsed_on_a_cpu(stage, steps, here):
+    """Also on an image without wandb: the module that stands in for it comes first here."""
+    done = gpu_check(here, stage, PYTHON=sys.executable, PYTHONPATH=str(ROOT / "bench/stand_ins"))
+    assert done.returncode == 0 and done.stdout.count(" ok ") == steps, done.stdout + done.stderr
+    table = here / "out" / {"a": "rope_kernel.csv", "b": "gpu_step.csv"}[stage]
+    assert len(table.read_text().splitlines()) >= 3
+
+
+def test_a_stage_repeats_only_what_failed_and_ends_in_time(here):
+    """With a stand-in for Python: the evaluation fails the first time, and the benchmark never ends."""
+    python = here / "python"
+    python.write_text(f"""#!/bin/bash
+echo "$*" >> {here}/calls
+case "$*" in
+    *eval.py*) [ -e {here}/second ] || exit 3 ;;
+    *bench.rope*) [ -e {here}/second ] || kill -TERM $PPID ;;
+esac
+""")
+    python.chmod(0o755)
+    first = gpu_check(here, "a", PYTHON=str(python))
+    assert (
+        first.returncode == 1 and "evaluation     FAILED 3" in first.stdout and "rope-0         FAILED" in first.stdout
+    )
+    (here / "calls").unlink()
+    (here / "second").touch()
+    second = gpu_check(here, "a", PYTHON=str(python))
+    ran = [line.split("/")[-1].split()[0] for line in (here / "calls").read_text().splitlines() if "import" not in line]
+    assert second.returncode == 0 and second.stdout.count("done before") == 3 and len(ran) == 2, second.stdout

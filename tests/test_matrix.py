@@ -4,6 +4,7 @@ import functools
 import json
 import re
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from engine.run import Run
 from measure.curves import read_curve
 from measure.evaluation import NONE, WINDOW, Evaluation
 from studies import matrix, plan
+from studies.plan import Job
 from studies.rows import Rows, read_rows
 from tests.helpers import ROOT, choices, command, eval_settings, run_train, train_settings
 from train import train
@@ -152,6 +154,32 @@ def test_a_job_that_does_not_exist_is_a_user_error(here, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["matrix", "smoke", "--only", "nope"])
     with pytest.raises(UserError, match="--only=nope: must be"):
         matrix.main()
+
+
+def test_several_jobs_at_a_time_wait_for_the_runs_that_they_start_from():
+    """Two overlap; a child begins after its parent; no job begins after a failure."""
+    order, both = [], threading.Barrier(2, timeout=20)
+
+    def job(name: str, *train: str) -> Job:
+        return Job("encodings", name, 0, train, 1, (64,))
+
+    def run(job: Job) -> list:
+        order.append(f"{job.name} begins")
+        if job.name in ("a", "b"):
+            both.wait()  # fails unless both run at the same time
+        if job.name == "bad":
+            raise UserError("bad")
+        order.append(f"{job.name} ends")
+        return [{"name": job.name}]
+
+    jobs = [job("a"), job("b"), job("child", "init=a"), job("other", "init=elsewhere")]
+    rows = {job.name: rows for job, rows in matrix.finished_jobs(jobs, run, 2)}
+    assert rows == {job.name: [{"name": job.name}] for job in jobs}
+    assert order.index("a ends") < order.index("child begins")
+    order.clear()
+    with pytest.raises(UserError, match="bad"):
+        list(matrix.finished_jobs([job("bad"), job("after", "init=bad"), job("last", "init=bad")], run, 1))
+    assert order == ["bad begins"]
 
 
 @pytest.mark.process
