@@ -9,8 +9,8 @@
 #   TOY=1 bash bench/gpu_check.sh a  # rehearses a stage on a CPU
 #
 # Results go to OUT (default results/gpu), each row as it comes. A step that has succeeded is not repeated when the
-# stage is run again. The machine needs torch, numpy and Python 3.12; what else is missing is installed from .wheels/ into a
-# folder of its own, and wandb is stood in for. CORPUS is a prepared corpus cache (default .cache).
+# stage is run again. The machine needs torch, numpy and Python 3.12; what else is missing is installed from .wheels/
+# into a folder of its own, and wandb is stood in for. CORPUS is a prepared corpus cache (default .cache).
 set -u
 cd "$(dirname "$0")/.."
 export PYTHON=${PYTHON:-python3} PYTHONUNBUFFERED=1 WANDB_MODE=disabled MPLBACKEND=Agg

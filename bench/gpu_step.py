@@ -7,6 +7,7 @@ come; --profile FILE writes the operations of five of our steps. On a CPU it reh
 """
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -93,12 +94,12 @@ def main() -> None:
     toy = device.type == "cpu"
     cfg = train_settings("exp=gpt2", *(TOY if toy else ()))
     vocab, peak, table = 128 if toy else 50304, peak_flops(device, cfg.dtype), Rows(Path(args.out))
-    steps = {
-        f"ours, kernel={kernel}": lambda k=kernel: our_step(cfg, vocab, k, device)
+    steps: dict[str, Callable[[], tuple]] = {
+        f"ours, kernel={kernel}": functools.partial(our_step, cfg, vocab, kernel, device)
         for kernel in (("torch",) if toy else ("triton", "torch"))
     }
     for rows in (2,) if toy else (12, 32):
-        steps[f"nanoGPT, {rows} rows"] = lambda n=rows: nanogpt_step(cfg, vocab, n, device)
+        steps[f"nanoGPT, {rows} rows"] = functools.partial(nanogpt_step, cfg, vocab, rows, device)
     for i, (name, make) in enumerate(steps.items()):
         step, tokens, parameters = make()
         rate = tokens / seconds(step, device, 3 if toy else 20)
