@@ -23,7 +23,7 @@ from tqdm import tqdm
 from conf.registry import ROOT
 
 # Seconds to wait for the server. Without limits, the end of a run waits for ever for a server that has gone
-ANSWER, CONNECT, FINISH = 5.0, 10.0, 10.0
+ANSWER, CONNECT, FINISH = 5.0, 10.0, 8.0
 FINISH_WITH_CHECKPOINT = 600.0
 
 _said: set[str] = set()  # lines that were printed
@@ -126,6 +126,7 @@ def open_run(
         with suppress(Exception):
             mode = "online" if wandb.login(prompt=False, verify=False) else None
     labels: dict[str, Any] = {"job_type": job_type, "group": group, "name": name, "id": run_id, "config": config}
+    finish_timeout = float(os.environ.get("WANDB_FINISH_TIMEOUT", finish_timeout))
     settings: dict[str, Any] = {"init_timeout": CONNECT, "finish_timeout": finish_timeout}
     # A run of a second has no use for the load of the machine, nor has a page for panels of it
     settings |= {
@@ -170,8 +171,13 @@ def _finish(run: Any, exit_code: int) -> None:
     try:
         run.finish(exit_code=exit_code)
     except TimeoutError:
-        _failed.add("online")
-        say(f"no answer from the server; to upload: wandb sync --yes --include-online {_shown(folder)}")
+        slow = "the upload takes long (WANDB_FINISH_TIMEOUT: seconds to wait for it)"
+        try:
+            check_server(run.settings.base_url)
+        except ConnectionError as e:
+            _failed.add("online")
+            slow = str(e)
+        say(f"{slow}; to upload the rest: wandb sync --yes --include-online {_shown(folder)}")
     except Exception as e:
         say(f"the run did not end well ({_first_line(e)}); its data: {_shown(folder)}")
 

@@ -330,9 +330,14 @@ def test_a_server_that_does_not_answer_is_remembered_and_said_once(fake_init, mo
     assert out == "wandb: offline; to upload: wandb sync --yes ./wandb\n"
 
 
-def test_the_end_of_a_run_is_bounded_and_a_server_that_has_gone_is_remembered(fake_init, monkeypatch, capsys):
+@pytest.mark.parametrize("gone", [True, False])
+def test_the_end_of_a_run_is_bounded_and_a_server_that_has_gone_is_remembered(gone, fake_init, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setattr(wandb_runs, "check_server", lambda url: None)
+    answers = iter([True, not gone, True, True])  # at the beginning and at the end of each run
+
+    def check_server(url: str) -> None:
+        if not next(answers):
+            raise ConnectionError("no answer from the server")
 
     def timed_out(exit_code: int) -> None:
         raise TimeoutError
@@ -341,19 +346,22 @@ def test_the_end_of_a_run_is_bounded_and_a_server_that_has_gone_is_remembered(fa
 
     def init(**options: Any) -> Any:
         run = real(**options)
+        run.settings = options["settings"]
         if options["mode"] == "online":
             run.finish, run.offline, run.url, run.project_url = timed_out, False, "https://a/b/runs/c", "https://a/b"
         return run
 
+    monkeypatch.setattr(wandb_runs, "check_server", check_server)
     monkeypatch.setattr(wandb, "init", init)
     open_two()
-    assert [call["mode"] for call in fake_init] == ["online", "offline"]
+    assert [call["mode"] for call in fake_init] == ["online", "offline" if gone else "online"]
     for call in fake_init:
         assert 0 < call["settings"].finish_timeout <= 10 and call["settings"].finish_timeout_raises
         assert call["settings"].x_disable_stats  # an evaluation of a second
     out, err = capsys.readouterr()
     assert out.splitlines()[0] == "wandb: https://a/b"
-    assert "wandb: no answer from the server; to upload: wandb sync --yes --include-online" in err
+    reason = "no answer from the server" if gone else "the upload takes long"
+    assert f"wandb: {reason}" in err and "; to upload the rest: wandb sync --yes --include-online" in err
 
 
 def test_exceptions_of_the_body_pass_and_mark_the_run_as_failed(fake_init, monkeypatch):
@@ -539,6 +547,7 @@ class Server:
 
     @property
     def env(self) -> dict[str, str]:
+        """Of a command that logs to this server."""
         return {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": self.key, "WANDB_MODE": "online"}
 
     def get(self, path: str) -> Any:
@@ -571,8 +580,9 @@ def server(tmp_path) -> Generator[Server]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_server_shows_one_run_for_a_resumed_training_and_six_for_six_evaluations(server, here):
+def test_a_server_shows_one_run_for_a_resumed_training_and_six_for_six_evaluations(server, here, monkeypatch):
     """Two minutes and more: each wandb run takes seconds to open and to end."""
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "120")  # on a busy machine
     train = ("train.py", "exp=smoke", "name=x", "log_every=5")
     done = command(*train, cwd=here, **server.env)
     assert done.returncode == 0 and f"wandb: {server.url}/default/ropewalk/runs/x-" in done.stdout, done.stderr
@@ -607,7 +617,7 @@ def test_a_server_that_dies_costs_at_most_15_seconds_and_nothing_else(server, he
     waited = time.time() - Path("runs/x/ckpt.pt").stat().st_mtime
     assert training.returncode == 0 and "trained runs/x" in out and checkpoint.load(Path("runs/x"))["step"] == 60, err
     assert waited < 15
-    upload = next(line for line in err.splitlines() if "to upload: " in line).partition("to upload: ")[2].split()
+    upload = next(line for line in err.splitlines() if "upload the rest: " in line).partition("rest: ")[2].split()
 
     done = command("eval.py", "run=x", "ctx=128", "scaling=pi", "documents=4", cwd=here, **server.env)
     waited = time.time() - Path("runs/x/eval/ctx128.png").stat().st_mtime
