@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 os.environ.setdefault("WANDB_SILENT", "true")
+# Seconds. Logging an artifact asks the server something, by default for 19 seconds, if it dies in just that moment
+os.environ.setdefault("WANDB_HTTP_TIMEOUT", "5")
 import wandb
 from tqdm import tqdm
 
@@ -128,6 +130,7 @@ def open_run(
     labels: dict[str, Any] = {"job_type": job_type, "group": group, "name": name, "id": run_id, "config": config}
     finish_timeout = float(os.environ.get("WANDB_FINISH_TIMEOUT", finish_timeout))
     settings: dict[str, Any] = {"init_timeout": CONNECT, "finish_timeout": finish_timeout}
+    settings |= {"x_graphql_timeout_seconds": 30.0}  # of uploads: otherwise that of WANDB_HTTP_TIMEOUT
     # A run of a second has no use for the load of the machine, nor has a page for panels of it
     settings |= {
         "finish_timeout_raises": True,

@@ -608,15 +608,26 @@ def test_a_server_shows_one_run_for_a_resumed_training_and_six_for_six_evaluatio
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_server_that_dies_costs_at_most_15_seconds_and_nothing_else(server, here):
-    argv = [sys.executable, str(Path(wandb_runs.ROOT) / "train.py"), "exp=smoke", "name=x", "steps=60", "save_every=60"]
-    env = {**os.environ, "PYTHONPATH": str(wandb_runs.ROOT), **server.env}
+    argv = [
+        sys.executable,
+        str(Path(wandb_runs.ROOT) / "train.py"),
+        "exp=smoke",
+        "name=x",
+        "steps=150",
+        "save_every=150",
+    ]
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(wandb_runs.ROOT), **server.env}
     training = subprocess.Popen(argv, cwd=here, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: server.runs() and "train/loss" in server.runs()[0]["summary"])
     server.kill()
-    out, err = training.communicate(timeout=240)
-    waited = time.time() - Path("runs/x/ckpt.pt").stat().st_mtime
-    assert training.returncode == 0 and "trained runs/x" in out and checkpoint.load(Path("runs/x"))["step"] == 60, err
-    assert waited < 15
+    assert training.stdout
+    trained = next(line for line in training.stdout if line.startswith("trained runs/x"))  # after the end of the run
+    saved, waited = Path("runs/x/ckpt.pt").stat().st_mtime, time.time()
+    _, err = training.communicate(timeout=240)
+    assert training.returncode == 0 and trained and checkpoint.load(Path("runs/x"))["step"] == 150, err
+    assert (
+        waited - saved < 15 and time.time() - saved < 30
+    )  # the second: with the end of the process, on a busy machine
     upload = next(line for line in err.splitlines() if "upload the rest: " in line).partition("rest: ")[2].split()
 
     done = command("eval.py", "run=x", "ctx=128", "scaling=pi", "documents=4", cwd=here, **server.env)
@@ -629,5 +640,5 @@ def test_a_server_that_dies_costs_at_most_15_seconds_and_nothing_else(server, he
         subprocess.run([sys.executable, "-m", *args], cwd=here, env=env, check=True, capture_output=True, timeout=600)
     runs = {" ".join(run["display_name"].split()[:2]): run["run_id"] for run in server.runs()}
     assert set(runs) == {"x", "x none", "x window", "x pi"}
-    assert set(server.steps(runs["x"], "train/loss")) == {10, 20, 30, 40, 50, 60}
+    assert set(server.steps(runs["x"], "train/loss")) == set(range(10, 151, 10))
     assert server.steps(runs["x pi"], "eval/loss") == [64, 128]
