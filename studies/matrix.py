@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from conf.errors import UserError, user_errors_in_one_line
+from conf.errors import UserError, check, user_errors_in_one_line
 from conf.registry import ROOT, choices, yaml_values
 from engine.checkpoint import write_atomically
 from engine.device import autocast
