@@ -24,6 +24,6 @@ def progress_bar(total: float, show: str, done: int = 0, hidden: bool = False) -
     terminal = sys.stderr.isatty()
     return tqdm(
         total=total, initial=done, dynamic_ncols=terminal, disable=hidden or distributed.rank() > 0,
-        file=None if terminal else Lines(), mininterval=0.5 if terminal else 15,
+        file=None if terminal else Lines(), mininterval=0.5 if terminal else 15, maxinterval=30,
         bar_format="{percentage:3.0f}%" + ("|{bar}| " if terminal else " ") + show + "{postfix}",
     )  # fmt: skip
