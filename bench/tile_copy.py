@@ -15,16 +15,17 @@ def _copy_kernel(x_ptr, y_ptr, T, N, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexp
     pair = tl.arange(0, BLOCK_P)[None, :]
     h = tl.program_id(1) * HEADS
     at = (t * N + h) * 2 * BLOCK_P + pair
-    x1 = tl.load(x_ptr + at, mask=(t < T) & (h < N))
-    x2 = tl.load(x_ptr + at + BLOCK_P, mask=(t < T) & (h < N))
+    inside = (t < tl.where(h < N, T, 0)) & (pair < BLOCK_P)
+    x1 = tl.load(x_ptr + at, mask=inside)
+    x2 = tl.load(x_ptr + at + BLOCK_P, mask=inside)
     for i in tl.static_range(HEADS):
-        y1, y2 = x1, x2
+        y1, y2, this_inside = x1, x2, inside
         if i + 1 < HEADS:
-            inside = (t < T) & (h + i + 1 < N)
+            inside = (t < tl.where(h + i + 1 < N, T, 0)) & (pair < BLOCK_P)
             x1 = tl.load(x_ptr + at + (i + 1) * 2 * BLOCK_P, mask=inside)
             x2 = tl.load(x_ptr + at + (2 * i + 3) * BLOCK_P, mask=inside)
-        tl.store(y_ptr + at + i * 2 * BLOCK_P, y1, mask=(t < T) & (h + i < N))
-        tl.store(y_ptr + at + (2 * i + 1) * BLOCK_P, y2, mask=(t < T) & (h + i < N))
+        tl.store(y_ptr + at + i * 2 * BLOCK_P, y1, mask=this_inside)
+        tl.store(y_ptr + at + (2 * i + 1) * BLOCK_P, y2, mask=this_inside)
 
 
 def tile_copy(x: Tensor) -> Tensor:

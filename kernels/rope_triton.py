@@ -111,8 +111,9 @@ def _rope_kernel(
         h -= k_program * HEADS
     x_row = x_ptr + b * x_sb + h * x_sh + t[:, None] * x_st
     y_row = y_ptr + b * y_sb + h * y_sh + t[:, None] * y_st
-    token = (t < T)[:, None]
-    x1, x2, rest = _load_head(x_row, token & (h < N), D, P, BLOCK_P, BLOCK_TAIL, BLOCK_T, INTERLEAVED)
+    # Of a head that does not exist no token is inside. (Triton 3.9's interpreter takes no mask & scalar as a mask.)
+    inside = t[:, None] < tl.where(h < N, T, 0)
+    x1, x2, rest = _load_head(x_row, inside, D, P, BLOCK_P, BLOCK_TAIL, BLOCK_T, INTERLEAVED)
 
     # The angles, while the first head is being read
     pair = tl.arange(0, BLOCK_P)
@@ -128,11 +129,12 @@ def _rope_kernel(
 
     for i in tl.static_range(HEADS):
         y1, y2, kept = x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest
+        this_inside = inside
         x_row += x_sh  # not + i * x_sh, a product of 32 bits
         if i + 1 < HEADS:  # the next head is read before this one is written
-            inside = token & (h + i + 1 < N)
+            inside = t[:, None] < tl.where(h + i + 1 < N, T, 0)
             x1, x2, rest = _load_head(x_row, inside, D, P, BLOCK_P, BLOCK_TAIL, BLOCK_T, INTERLEAVED)
-        _store_head(y_row, token & (h + i < N), y1, y2, kept, D, P, BLOCK_P, BLOCK_TAIL, BLOCK_T, INTERLEAVED)
+        _store_head(y_row, this_inside, y1, y2, kept, D, P, BLOCK_P, BLOCK_TAIL, BLOCK_T, INTERLEAVED)
         y_row += y_sh
 
 
