@@ -1,7 +1,7 @@
 """Lay the evaluated curves of any runs over each other, offline: python compare.py [RUN ...]
 
 Prints one table and draws one figure of every curve that eval.py has measured on the same targets. Curves on other
-texts (another task, corpus or documents) are counted and left out, because their losses are not comparable. Nothing is
+texts (another task, corpus or documents) are named and left out, because their losses are not comparable. Nothing is
 measured here.
 """
 
@@ -58,8 +58,7 @@ def main() -> None:
         comparison.print_comparison(shown)
         if args.gain:
             comparison.print_gains(shown, selected)
-    if others := len({(row.texts, c.run, c.label) for c in curves for row in c.rows if row.texts != texts}):
-        print(f"left out: {others} curves on other texts (another task, corpus or documents), which cannot be compared")
+    comparison.print_left_out(curves, texts)
     out = Path(args.out) if "/" in args.out else Path(args.runs) / args.out
     from measure import plots
 

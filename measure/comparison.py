@@ -45,3 +45,15 @@ def print_gains(shown: Sequence[Curve], curves: Sequence[Curve]) -> None:
     )
     for _, name, cells in sorted(lines):
         print(f"{name:<{width}}" + "".join(f"{cell:>26}" for cell in cells))
+
+
+def print_left_out(curves: Sequence[Curve], texts: str) -> None:
+    """Name the curves on other texts than these, a line for each run and texts. texts: the key `Row.texts`."""
+    labels: dict[tuple, set[str]] = {}
+    for curve in curves:
+        for row in (row for row in curve.rows if row.texts != texts):
+            labels.setdefault((row.run, row.task, row.documents, row.texts), set()).add(row.label)
+    if labels:
+        print("left out, because they are on other texts (another task, corpus or documents) and cannot be compared:")
+    for (run, task, documents, _), names in sorted(labels.items()):
+        print(f"  {run}: task={task}, {documents} documents or examples: {', '.join(sorted(names))}")

@@ -90,6 +90,7 @@ def test_key_value_heads_are_shared_without_a_copy_in_inference_on_a_cpu(monkeyp
     assert attention.repeat_heads(x, 3) is x  # one key-value head for each query head: nothing to repeat
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_memory_of_rerope_is_linear_in_the_length():
     """Peak memory at 8, 16 and 32 thousand tokens: quadratic growth would add four times as much in the second step."""

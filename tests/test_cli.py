@@ -295,7 +295,7 @@ def readme_commands() -> list[str]:
 def at_smoke_size(line: str) -> tuple[str, list[str]]:
     """(script, arguments) of a command, with a model, a corpus and lengths of seconds."""
     script, *args = shlex.split(re.sub("^python (-m )?", lambda m: "-m=" if m[1] else "", line))
-    args = [re.sub(r"^ctx=\d+", "ctx=128", a) for a in args]
+    args = [re.sub(r"^ctx=\d+", "ctx=128", a).replace("exp=quick", "exp=smoke") for a in args]
     if script == "train.py" and "-m" in args:  # each job names its run
         args = [re.sub(r"^seed=0,.*", "seed=0", a) for a in args] + ["exp=smoke", "steps=3"]
     elif script == "train.py":
@@ -303,6 +303,7 @@ def at_smoke_size(line: str) -> tuple[str, list[str]]:
         args = [a for a in args if not a.startswith("steps=")] + ["exp=smoke", "steps=3", f"name={name}"]
     if script == "eval.py":
         args = [re.sub(r"-(seed\d)", r"-smoke-\1-steps3", a) for a in args] + ["documents=3"]
+        args += [] if any(a.startswith("ctx=") for a in args) else ["ctx=128"]
     if script == "sample.py":
         args = [re.sub(r"^tokens=.*", "tokens=4", a) for a in args]
     if script in ("-m=studies.spectrum", "-m=studies.decay"):

@@ -90,7 +90,7 @@ def test_a_typo_and_help_are_answered_before_torch_is_imported(tmp_path):
     assert "torch was imported" in command("train.py", cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}").stderr
 
 
-@pytest.mark.parametrize("script", ["export.py", "-m=bench.step", "compare.py", "-m=studies.matrix"])
+@pytest.mark.parametrize("script", ["export.py", "-m=bench.rope", "-m=bench.step", "compare.py", "-m=studies.matrix"])
 def test_every_command_has_a_help(script, tmp_path):
     done = command(script, "--help", cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr and len(done.stdout.splitlines()) > 2

@@ -190,6 +190,7 @@ def test_a_sharded_run_is_the_same_run_and_ends_in_one_portable_file(here, alone
     assert state["validation"]["loss"] == pytest.approx(reference(alone)["validation"]["loss"], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_sharded_run_in_bfloat16_is_the_same_run_to_rounding(here, alone, cache):
     """Blocks are gathered in bfloat16, 2 micro-batches a step, recomputed: as one process computes under autocast."""
@@ -286,6 +287,7 @@ def test_a_batch_that_cannot_be_split_is_one_line_and_nothing_is_written(here):
     assert not Path("runs").exists() and 'train.py", line' not in err  # the traceback that follows is torchrun's
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_readmes_slurm_script_saves_and_queues_again(here):
     """With stand-ins for SLURM's commands: srun runs its arguments, scontrol records its own."""

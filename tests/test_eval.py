@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -721,6 +722,7 @@ def test_compare_lays_runs_over_each_other(runs, capsys, monkeypatch):
     compare.main()
     out = capsys.readouterr().out
     assert "rope  ntk" in out and "alibi  none" in out and "left out" in out
+    assert re.search(r"\n  rope: task=\S+.*, \d+ documents or examples: .*none", out)  # which ones
     assert "gain over the better control (window, truncation), nats/token [95 %]" in out
     assert Path("runs/compare.png").stat().st_size > 10_000
     assert "absent: no such run in runs/" in error_of(compare.main, ["absent"], monkeypatch)

@@ -385,7 +385,7 @@ def test_opcheck():
 
 @pytest.mark.parametrize("device", DEVICES)
 # inductor starts a C++ compiler
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.process)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiles_without_graph_breaks_and_with_dynamic_shapes(backend, device):
     f = phase(frequencies(32)).to(device)
 
