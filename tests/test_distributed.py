@@ -100,6 +100,7 @@ def test_two_processes_train_as_one_does(here, alone):
     assert out.count("trained runs/two") == 1 and "on cpu, 2 processes" in out
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_resumes_with_another_number_of_processes(here, alone):
     """2 processes until SIGTERM, at which all of them stop after the same step; one process does the rest."""
@@ -254,6 +255,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_sharding_gathers_bfloat16_exchanges_gradients_once_a_step_and_gives_up_in_time(here):
     """Rank 1 builds no weights; the embeddings stay tied; a collective that another rank does not join fails."""

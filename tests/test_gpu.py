@@ -286,8 +286,8 @@ def gpu_check(here: Path, stage: str, **env: str) -> subprocess.CompletedProcess
     return subprocess.run(["bash", str(ROOT / "bench/gpu_check.sh"), stage], env=full, capture_output=True, text=True)
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("stage, steps", [("a", 5), pytest.param("b", 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage, steps", [("a", 5), ("b", 2)])
 def test_the_stages_for_a_borrowed_gpu_are_rehearsed_on_a_cpu(stage, steps, here):
     """Also on an image without wandb: the module that stands in for it comes first here."""
     done = gpu_check(here, stage, PYTHON=sys.executable, PYTHONPATH=str(ROOT / "bench/stand_ins"))

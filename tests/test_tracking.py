@@ -424,6 +424,7 @@ def test_wandb_is_not_imported_where_nothing_is_logged(monkeypatch, capsys):
 # ---- offline ----
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_offline_runs_can_be_read_back_and_uploaded_with_the_printed_command(here):
     """No account, no terminal, no network: training and evaluation each leave a run that wandb itself reads."""
