@@ -175,17 +175,8 @@ def train(cfg: TrainConfig) -> None:
         print(f"stopped: {folder} is saved at step {saved} of {cfg.steps}; run the same command again to resume")
         sys.exit(stop.exit_code)
 
-    # ---- the end; the time is that of earlier parts of a resumed run as well ----
-    tokens, seconds = cfg.steps * cfg.batch_tokens, seconds + time.monotonic() - began
-    print(f"trained {folder}: {tokens:,} tokens in {seconds / 60:.1f} min ({tokens / seconds:,.0f} tokens/s)")
-    print(f"in window (ctx {cfg.ctx}), held out: {describe_validation(result)}")
-    if cfg.init:
-        print(f"fine-tuning took {finetune.describe_cost(cfg)}")
-    longest = min(max(8192, 2 * cfg.ctx) if cfg.ctx >= 256 else 16 * cfg.ctx, model.pos.max_positions or math.inf)
-    scaling = "none" if model.pos.inv_freq is None or cfg.init else "ntk" if cfg.ctx >= 256 else "yarn"
-    folders = [f"{k}={getattr(cfg, k)}" for k in ("runs", "cache") if getattr(cfg, k) != getattr(TrainConfig, k)]
-    settings = [f"run={cfg.name}", f"ctx={longest}", f"scaling={scaling}", *folders]
-    print(f"next: python eval.py {shlex.join(settings)}")
+    # The time is that of earlier parts of a resumed run as well
+    print_end(cfg, folder, model, result, seconds + time.monotonic() - began)
 
 
 def check_settings(cfg: TrainConfig) -> None:
@@ -261,9 +252,8 @@ def optimizer_step(
 
 def describe_point(point: dict[str, float], tokens_left: int) -> str:
     """For the progress bar: loss, speed since the last point, and at this speed the time left."""
-    mfu = f", MFU {point['mfu']:.1%}" if "mfu" in point else ""
-    left = timedelta(seconds=round(tokens_left / point["tokens_per_s"]))
-    return f"loss {point['loss']:.3f}, {point['tokens_per_s']:,.0f} tokens/s{mfu}, {left} left"
+    mfu, speed = f", MFU {point['mfu']:.1%}" if "mfu" in point else "", point["tokens_per_s"]
+    return f"loss {point['loss']:.3f}, {speed:,.0f} tokens/s{mfu}, {timedelta(seconds=round(tokens_left / speed))} left"
 
 
 def print_start(cfg: TrainConfig, folder: Path, model: gpt.GPT, device: torch.device, start: int) -> None:
@@ -281,6 +271,24 @@ def print_start(cfg: TrainConfig, folder: Path, model: gpt.GPT, device: torch.de
     context = gpt.trained_context(cfg, model.pos)
     for line in filter(None, [spectrum.card(context), warning(cfg.scaling, context)]):
         print(line)
+
+
+def print_end(cfg: TrainConfig, folder: Path, model: gpt.GPT, result: dict[str, float], seconds: float) -> None:
+    """Print the speed, the last validation `result`, and a command that evaluates the run.
+
+    seconds: duration of the training.
+    """
+    tokens = cfg.steps * cfg.batch_tokens
+    print(f"trained {folder}: {tokens:,} tokens in {seconds / 60:.1f} min ({tokens / seconds:,.0f} tokens/s)")
+    print(f"in window (ctx {cfg.ctx}), held out: {describe_validation(result)}")
+    if cfg.init:
+        from engine.finetune import describe_cost
+
+        print(f"fine-tuning took {describe_cost(cfg)}")
+    longest = min(max(8192, 2 * cfg.ctx) if cfg.ctx >= 256 else 16 * cfg.ctx, model.pos.max_positions or math.inf)
+    scaling = "none" if model.pos.inv_freq is None or cfg.init else "ntk" if cfg.ctx >= 256 else "yarn"
+    folders = [f"{k}={getattr(cfg, k)}" for k in ("runs", "cache") if getattr(cfg, k) != getattr(TrainConfig, k)]
+    print("next: python eval.py", shlex.join([f"run={cfg.name}", f"ctx={longest}", f"scaling={scaling}", *folders]))
 
 
 if __name__ == "__main__":

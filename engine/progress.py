@@ -8,7 +8,7 @@ from engine import distributed
 
 
 class Lines:
-    """Standard error that is no terminal: what would overwrite the bar is printed as a line of its own."""
+    """A file for tqdm where stderr is not a terminal: every state of the bar is a new line in place of the last one."""
 
     def write(self, text: str) -> None:
         if text.strip():
