@@ -682,16 +682,16 @@ def test_accuracy_table():
 
 def test_the_errors_that_the_benchmark_measures(monkeypatch):
     """In plain torch, since the interpreter truncates: ours in both layouts, Hugging Face's with bfloat16 tables."""
-    from bench import rope as bench_rope
+    from bench import peers as bench_peers
 
     monkeypatch.setattr(choice, "kernel", "torch")
     for name in ("ours", "ours, interleaved"):
-        wrong, at_0, at_1m = bench_rope.errors(name, 2, 1, 64, 64, "cpu")
+        wrong, at_0, at_1m = bench_peers.errors(name, 2, 1, 64, 64, "cpu")
         assert wrong < 5e-4 and max(at_0, at_1m) < 0.02  # half a step of bfloat16 near 4
-    others = bench_rope.peers(64, torch.arange(8), "cpu")
+    others = bench_peers.peers(64, torch.arange(8), "cpu")
     assert "torch.compile(complex), interleaved" in others
     if "Hugging Face, eager" in others:
-        wrong, at_0, at_1m = bench_rope.errors("Hugging Face, eager", 2, 1, 64, 64, "cpu")
+        wrong, at_0, at_1m = bench_peers.errors("Hugging Face, eager", 2, 1, 64, 64, "cpu")
         assert wrong > 0.2 and at_1m > 2 * at_0
 
 
@@ -705,7 +705,7 @@ def test_the_benchmarks_tile_copy_copies(N, D):
 
 def test_every_row_named_compiled_is_compiled_and_rows_are_on_the_disk_as_they_come(tmp_path, monkeypatch):
     """In a rehearsal on a CPU, in which torch.compile would give up on one function after the first shape or two."""
-    from bench import rope as bench_rope
+    from bench import peers as bench_peers, rope as bench_rope
 
     compiles, table = [], tmp_path / "rows.csv"
     rows_at_compile = []
@@ -716,7 +716,7 @@ def test_every_row_named_compiled_is_compiled_and_rows_are_on_the_disk_as_they_c
         return graph.forward
 
     monkeypatch.setattr(choice, "kernel", "torch")
-    monkeypatch.setattr(bench_rope, "compiled", lambda f: torch.compile(f, backend=backend, dynamic=False))
+    monkeypatch.setattr(bench_peers, "compiled", lambda f: torch.compile(f, backend=backend, dynamic=False))
     monkeypatch.setattr(bench_rope, "errors", lambda *args: (None, None, None))
     rows = bench_rope.Rows(table)
     with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
