@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from conf.errors import OneRankError, UserError
+from conf.errors import UserError
 from conf.schema import TrainConfig
 from engine.device import uses_bfloat16
 from engine.distributed import OneProcess, rank, world
@@ -53,6 +53,10 @@ class Losses(nn.Module):
 
     def forward(self, *args: Any) -> Tensor:
         return self.model.losses(*args)
+
+
+def say_that_a_rank_died() -> None:
+    print(f"error: {f'rank {rank()}: ' if rank() else ''}{ANOTHER_RANK_DIED}", file=sys.stderr, flush=True)
 
 
 class ManyProcesses(OneProcess):
@@ -95,7 +99,8 @@ class ManyProcesses(OneProcess):
     def exit_if_a_rank_dies(self, stop: Any) -> Generator[None]:
         """See OneProcess. When a rank dies, one of two things happens to the others:
 
-        * The collective they wait in raises a RuntimeError, which becomes a one-line error here.
+        * The collective they wait in raises a RuntimeError, which ends the process here. The line is printed at once,
+          because torchrun's SIGTERM may end the process before it could print it later.
         * The collective never returns. torchrun then sends SIGTERM, but Python runs signal handlers in the main thread,
           which is stuck. So a second thread waits for signals on a pipe, and ends the process if the main thread has
           not seen the signal after SIGNAL_GRACE seconds.
@@ -108,7 +113,7 @@ class ManyProcesses(OneProcess):
             if os.read(read_end, 1):  # nothing is read when write_end is closed
                 time.sleep(SIGNAL_GRACE)
                 if not stop:
-                    print(f"error: {ANOTHER_RANK_DIED}", file=sys.stderr, flush=True)
+                    say_that_a_rank_died()
                     os._exit(1)
             os.close(read_end)
 
@@ -119,7 +124,8 @@ class ManyProcesses(OneProcess):
         except RuntimeError as e:  # gloo raises a plain RuntimeError
             if not (isinstance(e, dist.DistError) or any(x in str(e) for x in ("gloo", "NCCL"))):
                 raise
-            raise OneRankError(ANOTHER_RANK_DIED) from None
+            say_that_a_rank_died()
+            sys.exit(1)
         finally:
             signal.set_wakeup_fd(-1)
             os.close(write_end)
