@@ -49,7 +49,9 @@ COMPILE_AT = 10  # the first steps run uncompiled, so that a mistake shows befor
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 @sweep_job
 def main(hydra_cfg: DictConfig) -> None:
-    train(train_config(hydra_cfg))
+    cfg = train_config(hydra_cfg)
+    with resume.only_process(cfg):
+        train(cfg)
 
 
 def train(cfg: TrainConfig) -> None:
@@ -75,7 +77,7 @@ def train(cfg: TrainConfig) -> None:
     ranks = distributed.ranks()
 
     # ---- the last checkpoint of this run, if there is one; nothing to do if it has all steps ----
-    state = resume.saved_state(cfg, folder, device)
+    state = resume.saved_state(cfg, folder)
     if state and state["step"] == cfg.steps:
         print(f"{folder}: already trained, {describe_validation(state['validation'])}; fresh=true starts over")
         return
@@ -85,6 +87,10 @@ def train(cfg: TrainConfig) -> None:
         corpus = corpora.prepare(cfg.data, cfg.cache, tokenizer)
     if any(s["corpus"] not in (None, corpus.key) for s in (state, parent) if s):
         raise UserError(f"{folder}: the corpus has changed since this run began: choose name=NEW or fresh=true")
+    if cfg.model.n_layers * (cfg.model.width + cfg.model.hidden) ** 2 > 2**27:  # about 100 million parameters
+        from engine.memory import check_memory
+
+        check_memory(cfg, corpus.vocab_size, device)
     with torch.device("meta" if cfg.shard and distributed.rank() else "cpu"):  # rank 0 gives the others their shards
         model = gpt.build(cfg, corpus.vocab_size)
     if parent and not model.head.weight.is_meta:
@@ -97,7 +103,9 @@ def train(cfg: TrainConfig) -> None:
     optimizer = make_optimizer(model, cfg.optim)
     start, seconds = 0, 0.0
     if state:
-        resume.restore(state, model, optimizer)
+        from engine.restore import restore
+
+        restore(folder, state, model, optimizer)
         start, seconds = state["step"], state["seconds"]
     else:
         ranks.on_rank0(lambda: checkpoint.start(folder, cfg))

@@ -7,7 +7,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
 
 from conf.errors import check
-from conf.schema import CommonConfig, at_least, check_rules, name_list, to_object
+from conf.schema import CHOSEN, PROJECT, CommonConfig, at_least, check_rules, name_list, to_object
 
 
 @dataclass
@@ -22,7 +22,7 @@ class TrainedRunConfig(CommonConfig):
 class EvalConfig(TrainedRunConfig):
     """The settings of eval.py; their meaning is documented in conf/eval.yaml."""
 
-    task: dict[str, Any] = field(default_factory=dict)
+    task: Annotated[dict[str, Any], CHOSEN] = field(default_factory=dict)
     by_position: bool = False
     by_antecedent: bool = False
     key_tokens: str | None = None
@@ -32,7 +32,7 @@ class EvalConfig(TrainedRunConfig):
     data: dict[str, Any] = field(default_factory=dict)
     documents: Annotated[int, at_least(1)] = MISSING
     fresh: bool = False
-    project: str = "ropewalk"
+    project: Annotated[str, PROJECT] = "ropewalk"
 
     @property
     def longest_ctx(self) -> int:

@@ -13,6 +13,7 @@
 """
 
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -63,8 +64,8 @@ def run_jobs(launch: Callable) -> Any:
         result = launch()
     except JobFailed as e:
         raise e.__cause__ or e from None
-    # Hydra raises a ValueError for pos=null, and an OSError for a folder that it cannot create
-    except (HydraException, OmegaConfBaseException, ValueError, OSError) as e:
+    # Hydra raises a ValueError for pos=null, an AssertionError for +=x, an OSError for a folder that it cannot create
+    except (HydraException, OmegaConfBaseException, ValueError, OSError, AssertionError) as e:
         from conf.hydra_messages import hydra_message
 
         raise UserError(hydra_message(e)) from e
@@ -82,6 +83,10 @@ def run_main(main: Callable[[], None], *rewrites: Callable[[str], str]) -> None:
     """
     for rewrite in rewrites:
         sys.argv[1:] = [rewrite(argument) for argument in sys.argv[1:]]
+    if "WORLD_SIZE" in os.environ or any("=[" in argument for argument in sys.argv):
+        from conf.start import check_start
+
+        check_start(sys.argv[1:])
     hydra_utils.run_and_report = user_errors_in_one_line(run_jobs)  # ty: ignore[invalid-assignment]
     main()
 

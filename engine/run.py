@@ -3,7 +3,6 @@
 `Run.open` opens a folder runs/NAME that train.py wrote. Models from elsewhere become a Run in hf/open.py.
 """
 
-import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,13 +51,15 @@ class Run:
         """
         name, reason = pick_run(name, runs, ctx, scalings, exp)
         folder = Path(runs) / name
-        state = checkpoint.load(folder, device)
+        state = checkpoint.load(folder)
         cfg: TrainConfig = state["cfg"]
         with distributed.ranks().rank0_first():
             corpus = corpora.prepare(cfg.data, cache, state.get("tokenizer"))
         if corpus.key != state["corpus"]:
             raise UserError(f"{folder}: its corpus has changed since the training, so nothing is held out: train again")
-        model = gpt.from_weights(cfg, corpus.vocab_size, state["model"]).to(device).eval()
+        with checkpoint.reading(folder / "ckpt.pt"):
+            model = gpt.from_weights(cfg, corpus.vocab_size, state["model"]).eval()
+        model.to(device)
         context, digest = gpt.trained_context(cfg, model.pos), checkpoint.digest(folder)
         return cls(name, reason, folder, cfg, model, corpus, context, state["step"], digest, state["validation"])
 
@@ -103,20 +104,20 @@ def check_fits(cfg: TrainConfig, encoding: Encoding, ctx: int, scalings: Sequenc
 def find_runs(runs: str, name: str | None = None) -> dict[str, TrainConfig]:
     """Name -> settings of every run in the folder `runs` that has a checkpoint, newest first.
 
-    name: of the only run to look for. Only config.json is read, not the weights. Folders that are not runs are ignored.
+    name: of the only run to look for. Only config.json is read, not the weights; where it is lost, it is restored from
+    ckpt.pt. Folders that are not runs are ignored, except the one of this name.
     """
     newest_first = sorted(Path(runs).glob("*/ckpt.pt"), key=lambda p: p.stat().st_mtime, reverse=True)
     found = {}
-    for path in (path for path in newest_first if name in (None, path.parent.name)):
-        with contextlib.suppress(OSError, ValueError):  # a folder that is not a run of ours
-            found[path.parent.name] = from_dict(json.loads((path.parent / "config.json").read_text()))
+    for folder in (path.parent for path in newest_first if name in (None, path.parent.name)):
+        try:
+            found[folder.name] = from_dict(json.loads((folder / "config.json").read_text()))
+        except (OSError, ValueError) as e:  # lost or damaged, or a folder that is not a run of ours
+            from engine.failures import restore_settings
+
+            if cfg := restore_settings(folder, e, named=name is not None):
+                found[folder.name] = cfg
     return found
-
-
-def known_runs(runs: str) -> str:
-    """For messages: the names of the trained runs, or the command that trains the first."""
-    names = ", ".join(find_runs(runs))
-    return f"there are {names}" if names else "first: python train.py pos=rope"
 
 
 def pick_run(name: str | None, runs: str, ctx: int, scalings: Sequence[dict], exp: str | None) -> tuple[str, str]:
@@ -127,6 +128,8 @@ def pick_run(name: str | None, runs: str, ctx: int, scalings: Sequence[dict], ex
     found = find_runs(runs, name)
     if name is not None:
         if name not in found:
+            from engine.failures import known_runs
+
             raise UserError(f"run={name}: no trained run of that name in {runs}/: {known_runs(runs)}")
         check_fits(found[name], gpt.build_encoding(found[name]), ctx, scalings)
         return name, "as named"
@@ -138,7 +141,6 @@ def pick_run(name: str | None, runs: str, ctx: int, scalings: Sequence[dict], ex
             return candidate, "the newest that fits" + (f"; skipped {'; '.join(skipped)}" if skipped else "")
         except NotApplicable as e:
             skipped.append(f"{candidate}: {e}")
-    if skipped:
-        raise UserError(f"no run in {runs}/ fits: {'; '.join(skipped)}")
-    which, setting = (f" with exp={exp}", f" exp={exp}") if exp else ("", "")
-    raise UserError(f"no trained run{which} in {runs}/: first: python train.py pos=rope{setting}")
+    from engine.failures import no_run
+
+    raise no_run(runs, exp, skipped)

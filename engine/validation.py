@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from conf.errors import check
 from conf.schema import TrainConfig
 from data.corpus import HeldOut
 from data.held_out import validation_windows
@@ -41,6 +42,7 @@ class Validation:
                     nats += counts * model.losses(w[:, :-1], w[:, 1:], change=change).sum().item()
         nats = ranks.total(nats)
         loss = nats / self.tokens
+        check(math.isfinite(loss), "held-out loss", loss, "finite: try a lower optim.lr; this step is not saved")
         return {"loss": loss, "ppl": math.exp(min(loss, 700)), "bits_per_byte": nats / math.log(2) / self.bytes}
 
 

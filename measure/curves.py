@@ -5,6 +5,7 @@ A curve is a file runs/NAME/eval/*.jsonl with one row for each length.
 
 import json
 import math
+import sys
 import typing
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -72,6 +73,9 @@ class Row:
         return nats.mean(axis=1) / self.targets_per_window
 
 
+HINTS = typing.get_type_hints(Row)
+
+
 @dataclass(frozen=True)
 class Curve:
     """The rows of one run and one method, in the order of their lengths."""
@@ -111,18 +115,41 @@ def losses_file(file: Path, row: Row) -> Path:
     return file.parent / "losses" / f"{file.stem}-n{row.n}-{row.targets}.npy"
 
 
+def read_losses(file: Path, row: Row) -> np.ndarray | None:
+    """The losses of a row in a file of curves, float64; None if they are missing, damaged, or of another row."""
+    try:
+        with losses_file(file, row).open("rb") as f:  # not np.load, which also opens other formats
+            losses = np.lib.format.read_array(f, allow_pickle=False).astype(np.float64)
+        sums = (losses[..., 0] if row.hits else losses).sum(axis=1)
+        return losses if np.allclose(sums, row.nll, rtol=1e-4, atol=1e-3) else None
+    except (OSError, ValueError, TypeError, LookupError, EOFError, MemoryError):
+        return None
+
+
 def read_curve(path: Path) -> Curve:
     """The curve in a file that eval.py wrote, also of earlier versions.
 
-    UserError if it is damaged or something else.
+    UserError if it is damaged or something else, or cannot be read; it says which line is wrong.
     """
+    rows: list[Row] = []
     try:
-        rows = [_row(json.loads(line)) for line in path.read_text().splitlines()]
-        if not rows:
-            raise ValueError("empty")
+        rows.extend(_row(json.loads(line)) for line in path.read_bytes().splitlines() or [b""])
         return Curve(rows, path.stat().st_mtime)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise UserError(f"{path}: not a curve that eval.py wrote: delete it and evaluate again") from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        from measure.earlier_curves import not_a_curve
+
+        raise not_a_curve(path, e, len(rows)) from None
+
+
+def read_curves(files: Iterable[Path]) -> list[Curve]:
+    """The curves in these files. One that cannot be read is left out, with a line on stderr that says why."""
+    curves = []
+    for file in files:
+        try:
+            curves.append(read_curve(file))
+        except UserError as e:
+            print(f"left out: {e}", file=sys.stderr)
+    return curves
 
 
 def _row(values: dict[str, Any]) -> Row:
@@ -132,8 +159,12 @@ def _row(values: dict[str, Any]) -> Row:
 
         upgrade(values)
     row = Row(**values)
-    if wrong := [k for k, hint in typing.get_type_hints(Row).items() if not has_type(getattr(row, k), hint)]:
+    if math.isnan(row.low) and math.isnan(row.high):  # of one document, which has no interval
+        values = {**values, "low": 0.0, "high": 0.0}
+    if wrong := [k for k, hint in HINTS.items() if k in values and not has_type(values[k], hint)]:
         raise TypeError(f"wrong types of {wrong}")
+    if len(row.nll) != row.documents * len(row.windows) or min(row.n, row.train_ctx, row.tokens, row.documents) < 1:
+        raise ValueError("its losses are not those of its documents")
     return row
 
 

@@ -20,16 +20,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.errors import check
+from conf.errors import UserError, check
 from conf.eval_schema import EvalConfig
+from conf.files import locked
 from conf.registry import describe, yaml_values
+from conf.schema import short
 from engine import device as devices, distributed
 from engine.checkpoint import write_atomically
 from engine.progress import progress_bar
 from engine.run import Run
 from engine.signals import StopSignal
 from engine.throughput import flops_per_token
-from measure.curves import FORMAT, Curve, Row, losses_file, read_curve, write_jsonl
+from measure.curves import FORMAT, Curve, Row, losses_file, read_curve, read_losses, write_jsonl
 from measure.statistics import bootstrap
 from measure.tasks import Piece, build
 from model.scaling import ContextChange
@@ -108,7 +110,7 @@ class Evaluation:
         fixed = self.ctx if method.scalings[0].get("factor") == "fixed" else None  # the factor then depends on ctx
         identity = [FORMAT, self.run.digest, self.task.label, self.dtype_name, method.scalings, fixed]
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-        return self.run.folder / "eval" / f"{method.label.replace(' ', '-')}-{key}.jsonl"
+        return self.run.folder / "eval" / f"{short(method.label.replace(' ', '-'))}-{key}.jsonl"
 
     def measured_rows(self, method: Method) -> dict[int, list[Row]]:
         """n -> the rows of a method that are in its file already, for the lengths and targets of this evaluation."""
@@ -204,6 +206,8 @@ class Evaluation:
         else:
             ends = np.cumsum([piece.scored_targets().shape[1] for piece in pieces])[:-1]
             measured = list(zip(pieces, np.split(losses, ends, axis=1), strict=True))
+        if not all(np.isfinite(x).all() for _, x in measured):
+            raise UserError(f"{method.label} at n={n}: the loss is not finite (NaN or Inf), so it is not written")
         seconds = round(time.monotonic() - began, 2)
         distances = (None, *sorted({p.distance for p, _ in measured if p.distance is not None}))
         parts = {d: [(p, x) for p, x in measured if d in (None, p.distance)] for d in distances}
@@ -219,10 +223,9 @@ class Evaluation:
 
     def losses_without_scaling(self, n: int) -> np.ndarray | None:
         """The losses of all targets without scaling, as `measure` returns them, if they are in a file already."""
-        file = losses_file(self.curve_file(NONE), rows[0]) if (rows := self.measured_rows(NONE).get(n)) else None
-        if distributed.ranks().any_rank(not (file and file.exists())):  # all ranks measure, or none does
-            return None
-        return np.load(file, allow_pickle=False).astype(np.float64)  # ty: ignore[invalid-argument-type]
+        rows = self.measured_rows(NONE).get(n)
+        losses = read_losses(self.curve_file(NONE), rows[0]) if rows else None
+        return None if distributed.ranks().any_rank(losses is None) else losses  # all ranks measure, or none does
 
     def row(
         self, method: Method, n: int, change: ContextChange, measured: list[tuple[Piece, np.ndarray]],
@@ -253,7 +256,8 @@ def add_rows(file: Path, rows: list[Row], losses: np.ndarray) -> None:
     losses: of each target, which are written to a file of their own.
     """
     first = rows[0]
-    write_atomically(losses_file(file, first), lambda f: np.save(f, losses))
-    before = read_curve(file).rows if file.exists() else []
-    others = [row for row in before if (row.n, row.targets) != (first.n, first.targets)]
-    write_jsonl(file, sorted([*others, *rows], key=lambda row: row.n))
+    with locked(file.parent, wait=True):  # another process may add rows to the same file
+        write_atomically(losses_file(file, first), lambda f: np.save(f, losses))
+        before = read_curve(file).rows if file.exists() else []
+        others = [row for row in before if (row.n, row.targets) != (first.n, first.targets)]
+        write_jsonl(file, sorted([*others, *rows], key=lambda row: row.n))

@@ -6,7 +6,11 @@ and unfinished ones are resumed. `quick` is the same study at a toy size, `h200`
 takes seconds a job, to try the command.
 """
 
+if __name__ == "__main__":
+    import conf.interrupt  # noqa: F401 (first: Ctrl-C while torch is imported)
+
 import argparse
+import ctypes
 import json
 import os
 import signal
@@ -20,6 +24,7 @@ from pathlib import Path
 import torch
 
 from conf.errors import UserError, check, user_errors_in_one_line
+from conf.leftovers import check_writable
 from conf.registry import ROOT, choices, yaml_values
 from engine.checkpoint import write_atomically
 from engine.device import autocast
@@ -81,7 +86,7 @@ def run_script(argv: list[str], deadline: float) -> None:
     argv: the script and its arguments. deadline: in seconds of time.monotonic(); when it passes, the child gets
     SIGTERM, saves, and Stopped is raised. UserError if the child fails.
     """
-    child = subprocess.Popen([sys.executable, str(ROOT / argv[0]), *argv[1:]])
+    child = subprocess.Popen([sys.executable, str(ROOT / argv[0]), *argv[1:]], preexec_fn=end_with_parent)
     timeout = max(0.1, deadline - time.monotonic()) if deadline < float("inf") else None
     try:
         code = child.wait(timeout)
@@ -89,7 +94,8 @@ def run_script(argv: list[str], deadline: float) -> None:
         child.send_signal(signal.SIGTERM)
         child.wait()
         raise Stopped from None
-    except KeyboardInterrupt:  # the terminal sends Ctrl-C to the child as well
+    except KeyboardInterrupt:  # Ctrl-C, which a terminal sends to the child as well, or SIGTERM: see `main`
+        child.send_signal(signal.SIGTERM)
         child.wait()
         raise Stopped from None
     if code in (130, 143):  # it was stopped by SIGINT or SIGTERM
@@ -98,6 +104,12 @@ def run_script(argv: list[str], deadline: float) -> None:
         raise UserError(
             f"`python {' '.join(argv)}` failed with exit code {code}; run the same command again to resume from there"
         )
+
+
+def end_with_parent() -> None:
+    """Called in the child before it starts: it gets SIGTERM, and saves, when its parent is killed. On Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def applicable_scalings(run: Run, longest: int) -> list[str]:
@@ -219,6 +231,8 @@ def main() -> None:
         f"{len(jobs)} jobs, {len(todo)} to do: about {left / 60:.1f} h at {size.train_rate:,.0f} tokens/s of training"
     )
 
+    check_writable("--out", out)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the child saves before this process ends
     check(args.jobs >= 1, "jobs", args.jobs, "at least 1")
     share_cores(args.jobs)
     done, deadline = 0, time.monotonic() + 60 * args.minutes

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -798,17 +799,29 @@ def changed(**values: object) -> str:
 def test_damaged_and_reshaped_curves_are_one_clear_line(text, tmp_path):
     file = tmp_path / "broken.jsonl"
     file.write_text(text)
-    with pytest.raises(UserError, match=r"broken\.jsonl: not a curve that eval\.py wrote: delete it and evaluate") as e:
+    with pytest.raises(UserError, match=r"broken\.jsonl: not a curve that eval\.py wrote \(.*\): move it") as e:
         read_curve(file)
     assert "\n" not in str(e.value)
 
 
-def test_a_damaged_curve_of_a_run_is_named_by_compare(runs, monkeypatch):
+def test_a_damaged_curve_of_a_run_is_named_and_does_not_stop_the_others(runs, monkeypatch, capsys):
     run_eval("run=rope", "ctx=128", *FEW)
-    bad = Path("runs/rope/eval/broken.jsonl")
-    bad.write_text('{"n": 64')
-    assert "runs/rope/eval/broken.jsonl: not a curve that eval.py wrote" in error_of(compare.main, [], monkeypatch)
-    bad.unlink()
+    for content in ("", '{"n": 64', "[1]"):
+        bad = Path("runs/rope/eval/broken.jsonl")
+        bad.write_text(content)
+        run_eval("run=rope", "ctx=128", *FEW)
+        monkeypatch.setattr(sys, "argv", ["compare.py", "rope"])
+        compare.main()
+        out, err = capsys.readouterr()
+        assert "rope  none" in out and "picture: " in out
+        assert err.count("left out: runs/rope/eval/broken.jsonl: not a curve that eval.py wrote") == 2
+        bad.unlink()
+    for file in Path("runs").glob("*/eval/*.jsonl"):
+        shutil.copy(file, file.with_suffix(".kept"))
+        file.write_text("")
+    assert "no curve in runs/ can be read" in error_of(compare.main, [], monkeypatch)
+    for file in Path("runs").glob("*/eval/*.kept"):
+        file.rename(file.with_suffix(".jsonl"))
 
 
 # ---- a run as one object ----
