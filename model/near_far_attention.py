@@ -35,9 +35,10 @@ def attend_clipped(heads: Heads, pos: Encoding, positions: Tensor, change: Conte
         wide_q = torch.cat((heads.q[:, :, block.rows], heads.q_far[:, :, block.rows]), dim=-1)  # [B, H, queries, 2 D]
         wide_k = torch.cat((F.pad(k_far[:, :, :far_count], (D, 0)), F.pad(k[:, :, first_near:], (0, D))), dim=2)
         wide_v = F.pad(torch.cat((v[:, :, :far_count], v[:, :, first_near:]), dim=2), (0, D))
-        far_mask = block.mask[..., :far_count].masked_fill(~far[:, :far_count], -math.inf)
-        near_mask = block.mask[..., first_near:].masked_fill(far[:, first_near:], -math.inf)
-        mask = torch.cat((far_mask, near_mask), dim=-1)
+        one = block.mask if pos.has_bias else block.mask[:, :1]  # without a bias all heads have the same mask
+        far_mask = one[..., :far_count].masked_fill(~far[:, :far_count], -math.inf)
+        near_mask = one[..., first_near:].masked_fill(far[:, first_near:], -math.inf)
+        mask = torch.cat((far_mask, near_mask), dim=-1).expand(-1, wide_q.shape[1], -1, -1)
         outputs.append(attend_masked(wide_q, wide_k, wide_v, mask, scale=D**-0.5)[..., :D])
     return torch.cat(outputs, dim=2)
 
