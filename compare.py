@@ -5,13 +5,17 @@ texts (another task, corpus or documents) are named and left out, because their 
 measured here.
 """
 
+if __name__ == "__main__":
+    import conf.interrupt  # noqa: F401 (first: Ctrl-C while torch is imported)
+
 import argparse
 from collections import Counter
 from pathlib import Path
 
 from conf.errors import UserError, user_errors_in_one_line
+from conf.leftovers import check_writable
 from measure import accuracy, comparison
-from measure.curves import Curve, read_curve, select
+from measure.curves import Curve, read_curves as read_curve_files
 
 
 @user_errors_in_one_line
@@ -32,6 +36,10 @@ def main() -> None:
 
     if Path(args.out).suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--out {args.out}: must end in .png, .svg or .pdf")
+    if not args.runs:
+        raise UserError("--runs: must be the path of a folder")
+    out = Path(args.out) if "/" in args.out else Path(args.runs) / args.out
+    check_writable("--out", out)
 
     if args.html:
         from measure import page
@@ -43,7 +51,7 @@ def main() -> None:
     if args.task and not (curves := [c for c in curves if c.first.task.split()[0] == args.task]):
         raise UserError(f"--task {args.task}: no curve of this task: first: python eval.py task={args.task}")
     texts = most_shared_texts(curves)
-    selected = select(curves, texts)
+    selected = comparison.select_shared(curves, texts)
     labels = sorted({c.label for c in selected})
     only = args.only.split(",") if args.only else labels
     if unknown := [label for label in only if label not in labels]:
@@ -59,7 +67,6 @@ def main() -> None:
         if args.gain:
             comparison.print_gains(shown, selected)
     comparison.print_left_out(curves, texts)
-    out = Path(args.out) if "/" in args.out else Path(args.runs) / args.out
     from measure import plots
 
     if with_answer:
@@ -86,7 +93,9 @@ def read_curves(runs: str, names: list[str]) -> list[Curve]:
     files = [f for f in Path(runs).glob("*/eval/*.jsonl") if not names or f.parent.parent.name in names]
     if not files:
         raise UserError(f"no evaluated curve in {runs}/: first: python eval.py ctx=8192 scaling=ntk")
-    return [read_curve(file) for file in files]
+    if not (curves := read_curve_files(files)):
+        raise UserError(f"no curve in {runs}/ can be read: evaluate again: python eval.py ctx=8192 scaling=ntk")
+    return curves
 
 
 def most_shared_texts(curves: list[Curve]) -> str:

@@ -25,7 +25,7 @@ from conf.hydra_patches import exp_sets_evaluation, run_main, sweep_job
 from engine import device as devices, distributed
 from engine.run import Run
 from engine.tracking import wandb_module
-from measure.curves import align, read_curve, select
+from measure.curves import align, read_curves, select
 from measure.evaluation import NONE, WINDOW, Evaluation, Method, requested_method
 from model import spectrum
 from model.scaling import warning
@@ -76,7 +76,7 @@ def evaluate(cfg: EvalConfig) -> None:
     folder, task = run.folder / "eval", evaluation.task.label.split()[0]
     figure = folder / f"ctx{evaluation.ctx}{'' if task == 'matched' else f'-{task}'}.png"
     # All curves of this run on the same targets, also those of earlier commands
-    selected = select([read_curve(file) for file in folder.glob("*.jsonl")], evaluation.texts, evaluation.targets)
+    selected = select(read_curves(folder.glob("*.jsonl")), evaluation.texts, evaluation.targets)
     title = f"{run.name}: pos={run.context.pos}, trained at {run.context.train_ctx} tokens"
     view.draw_curves(selected, figure, title, evaluation.task)
     new = [method for method in methods if missing[method.label]]

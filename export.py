@@ -4,10 +4,14 @@ DIR then contains config.json, model.safetensors and tokenizer.json, which AutoM
 A setting of the run that transformers cannot express ends in an error that names the setting; nothing is approximated.
 """
 
+if __name__ == "__main__":
+    import conf.interrupt  # noqa: F401 (first: Ctrl-C while torch is imported)
+
 import sys
 from pathlib import Path
 
 from conf.errors import UserError, user_errors_in_one_line
+from conf.leftovers import check_writable
 from engine.run import Run
 from hf.write import write_checkpoint
 
@@ -41,6 +45,7 @@ def main() -> None:
     out = Path(settings["out"])
     if out.exists():  # before the corpus is prepared
         raise UserError(f"out={out}: exists already: choose another folder or remove it")
+    check_writable("out", out)
     run = Run.open(settings["run"], runs=settings["runs"], cache=settings["cache"])
     model_type = write_checkpoint(run, out)
     print(f"{out}: {run.folder} as transformers' {model_type}: AutoModelForCausalLM.from_pretrained('{out}')")

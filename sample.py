@@ -25,14 +25,17 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
 from torch import Tensor
 
+from conf.errors import UserError
 from conf.eval_schema import TrainedRunConfig
 from conf.hydra_patches import exp_selects_runs, run_main, sweep_job
 from conf.registry import ROOT, describe
-from conf.schema import at_least, check_rules, name_list, one_of, to_object
+from conf.schema import SEED, Rule, at_least, check_rules, name_list, one_of, to_object
 from data.corpus import Corpus
 from engine import device as devices
 from engine.run import Run, check_fits
 from model.decode import Decoder
+
+TEMPERATURE = Rule(lambda x: x == 0 or x >= 0.001, "0 or at least 0.001")  # logits are divided by it, in float32
 
 
 @dataclass
@@ -41,9 +44,9 @@ class SampleConfig(TrainedRunConfig):
 
     prompt: str = ""
     tokens: Annotated[int, at_least(1)] = MISSING
-    temperature: Annotated[float, at_least(0)] = MISSING  # 0 takes the likeliest token
+    temperature: Annotated[float, TEMPERATURE] = MISSING  # 0 takes the likeliest token
     top_k: Annotated[int | None, at_least(1)] = None
-    seed: Annotated[int, at_least(0)] = 0
+    seed: Annotated[int, SEED] = 0
     decode: Annotated[str, one_of("exact", "rebased")] = "exact"
 
 
@@ -83,6 +86,8 @@ def generate(
     for _ in range(cfg.tokens):
         with devices.autocast(device, cfg.dtype):
             logits = decoder.logits(text)[0, :n_vocab].float().cpu()  # without the padding of the vocabulary
+        if not logits.isfinite().all():
+            raise UserError(f"the logits after {text.shape[1]} tokens are not finite (NaN or Inf)")
         token = draw(logits, cfg.temperature, cfg.top_k, generator)
         yield token
         text = torch.cat((text, text.new_tensor([[token]])), dim=1)

@@ -49,7 +49,9 @@ COMPILE_AT = 10  # the first steps run uncompiled, so that a mistake shows befor
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 @sweep_job
 def main(hydra_cfg: DictConfig) -> None:
-    train(train_config(hydra_cfg))
+    cfg = train_config(hydra_cfg)
+    with resume.only_process(cfg):
+        train(cfg)
 
 
 def train(cfg: TrainConfig) -> None:
@@ -75,7 +77,7 @@ def train(cfg: TrainConfig) -> None:
     ranks = distributed.ranks()
 
     # ---- the last checkpoint of this run, if there is one; nothing to do if it has all steps ----
-    state = resume.saved_state(cfg, folder, device)
+    state = resume.saved_state(cfg, folder)
     if state and state["step"] == cfg.steps:
         print(f"{folder}: already trained, {describe_validation(state['validation'])}; fresh=true starts over")
         return
@@ -85,6 +87,10 @@ def train(cfg: TrainConfig) -> None:
         corpus = corpora.prepare(cfg.data, cfg.cache, tokenizer)
     if any(s["corpus"] not in (None, corpus.key) for s in (state, parent) if s):
         raise UserError(f"{folder}: the corpus has changed since this run began: choose name=NEW or fresh=true")
+    if cfg.model.n_layers * cfg.model.width**2 > 2**23:  # about 100 million parameters
+        from engine.memory import check_memory
+
+        check_memory(cfg, corpus.vocab_size, device)
     with torch.device("meta" if cfg.shard and distributed.rank() else "cpu"):  # rank 0 gives the others their shards
         model = gpt.build(cfg, corpus.vocab_size)
     if parent and not model.head.weight.is_meta:
@@ -97,7 +103,9 @@ def train(cfg: TrainConfig) -> None:
     optimizer = make_optimizer(model, cfg.optim)
     start, seconds = 0, 0.0
     if state:
-        resume.restore(state, model, optimizer)
+        from engine.restore import restore
+
+        restore(folder, state, model, optimizer)
         start, seconds = state["step"], state["seconds"]
     else:
         ranks.on_rank0(lambda: checkpoint.start(folder, cfg))
@@ -153,14 +161,14 @@ def train(cfg: TrainConfig) -> None:
                          "grad_norm": norm.item()}  # fmt: skip
                 log.point(done, point)
                 bar.set_postfix_str(describe_point(point, (cfg.steps - done) * cfg.batch_tokens), refresh=False)
-            if (saving or logging) and not torch.isfinite(ranks.mean(health)):
-                last_save = f"{folder}/ckpt.pt has step {saved}" if saved else "nothing was saved yet"
-                lower = f"try optim.lr below {cfg.optim.lr}"
-                raise UserError(f"the loss or its gradient is not finite by step {done}: {last_save}; {lower}")
             if validating:
                 result = validation.measure(model, change)
                 log.point(done, {f"val_{name}": value for name, value in result.items()})
                 bar.write(f"step {done}: held-out {describe_validation(result)}")
+            if (saving or logging or validating) and not (ranks.mean(health) + result.get("loss", 0.0)).isfinite():
+                last_save = f"{folder}/ckpt.pt has step {saved}" if saved else "nothing was saved yet"
+                lower = f"try optim.lr below {cfg.optim.lr}"
+                raise UserError(f"the loss or its gradient is not finite by step {done}: {last_save}; {lower}")
             if saving:
                 values = {"config": asdict(cfg), "step": done, "corpus": corpus.key, "tokenizer": tokenizer,
                           "seconds": seconds + time.monotonic() - began, "validation": result}  # fmt: skip

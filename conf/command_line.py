@@ -2,6 +2,7 @@
 
 import sys
 
+from conf import interrupt  # noqa: F401 (first: Ctrl-C while torch is imported)
 from conf.errors import rank
 from conf.registry import choices, yaml_values
 

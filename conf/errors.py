@@ -2,8 +2,8 @@
 
 import functools
 import os
+import signal
 import sys
-import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +24,7 @@ class OneRankError(UserError):
 def check(ok: bool, setting: str, value: Any, right: str) -> None:
     """Raise UserError("SETTING=VALUE: must be RIGHT") unless ok. right: what a valid value is, such as "at least 1"."""
     if not ok:
-        raise UserError(f"{setting}={value}: must be {right}")
+        raise UserError(f"{setting}={str(value)[:100]}: must be {right}")
 
 
 @contextmanager
@@ -47,20 +47,22 @@ def rank() -> int:
 def user_errors_in_one_line(function: Callable) -> Callable:
     """Decorate the main function of a command: a UserError is printed as one line, and the exit code is 1.
 
-    With HYDRA_FULL_ERROR=1 in the environment it keeps its traceback. Ctrl-C exits with code 130, without a traceback.
+    A machine without memory or disk space counts as one. With HYDRA_FULL_ERROR=1 in the environment it keeps its
+    traceback. Ctrl-C exits with code 130, without a traceback.
     If every process of a torchrun job has the error, rank 0 prints it, and the others wait until torchrun ends them.
     """
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if callable(signal.getsignal(signal.SIGINT)):  # the imports are done: see conf/interrupt.py
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return function(*args, **kwargs)
-        except UserError as e:
-            if os.environ.get("HYDRA_FULL_ERROR") == "1":
-                raise
-            if rank() > 0 and not isinstance(e, OneRankError):
-                time.sleep(2)  # give torchrun time to kill this rank, so that the message is printed once
-            sys.exit(f"error: {e}" if rank() == 0 else f"error: rank {rank()}: {e}")
+        except Exception as e:
+            from conf.failures import exit_with
+
+            exit_with(e)
+            raise  # a bug of ours
         except KeyboardInterrupt:
             sys.exit(130)
 

@@ -7,7 +7,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig
 
 from conf.errors import check
-from conf.schema import CommonConfig, at_least, check_rules, name_list, to_object
+from conf.schema import CHOSEN, LIMIT, PROJECT, CommonConfig, at_least, check_rules, name_list, to_object
 
 
 @dataclass
@@ -22,7 +22,7 @@ class TrainedRunConfig(CommonConfig):
 class EvalConfig(TrainedRunConfig):
     """The settings of eval.py; their meaning is documented in conf/eval.yaml."""
 
-    task: dict[str, Any] = field(default_factory=dict)
+    task: Annotated[dict[str, Any], CHOSEN] = field(default_factory=dict)
     by_position: bool = False
     by_antecedent: bool = False
     key_tokens: str | None = None
@@ -32,7 +32,7 @@ class EvalConfig(TrainedRunConfig):
     data: dict[str, Any] = field(default_factory=dict)
     documents: Annotated[int, at_least(1)] = MISSING
     fresh: bool = False
-    project: str = "ropewalk"
+    project: Annotated[str, PROJECT] = "ropewalk"
 
     @property
     def longest_ctx(self) -> int:
@@ -51,14 +51,12 @@ def eval_config(cfg: DictConfig) -> EvalConfig:
     c: EvalConfig = to_object(cfg, EvalConfig)
     check_rules(c)
     lengths = c.ctx if isinstance(c.ctx, list) else [c.ctx]
-    ok = bool(lengths) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in lengths)
+    ok = bool(lengths) and all(isinstance(n, int) and not isinstance(n, bool) and 1 <= n < LIMIT for n in lengths)
     check(ok, "ctx", c.ctx, "a whole number of at least 1, or a list of them: ctx=8192 or ctx=[256,1024]")
-    ok = not c.multiples or (all(m > 0 for m in c.multiples) and not isinstance(c.ctx, list))
+    ok = not c.multiples or (all(0 < m < LIMIT for m in c.multiples) and not isinstance(c.ctx, list))
     check(ok, "multiples", c.multiples, "numbers above 0 such as [1.25,1.5], and left out where ctx is a list")
     c.plus = name_list(c.plus, "plus", "scaling")
-    if ":" not in (c.run or ""):  # not hf:PATH, gguf:PATH or pretrained:NAME
-        right = "left out: a trained run is evaluated on its corpus; only run=hf:PATH can be evaluated on another"
-        check(not c.data, "data", c.data.get("kind"), right)
-        right = "left out: a trained run knows its context, only a Hugging Face folder (run=hf:PATH) may not"
-        check(c.train_ctx is None, "train_ctx", c.train_ctx, right)
+    for setting, value in (("data", c.data.get("kind")), ("train_ctx", c.train_ctx)):
+        right = "left out: a trained run has its own; only hf:PATH, gguf:PATH or pretrained:NAME may have others"
+        check(value is None or ":" in (c.run or ""), setting, value, right)
     return c

@@ -62,6 +62,8 @@ def wrong_setting(config: str) -> str | None:
     unknown = {name for _, name, rest, value in given if name == "exp" or (not rest and value not in choices(name))}
     for sign, name, rest, value in given:
         wrong = name not in known
+        if name in groups and not rest and value.startswith("["):
+            return f"{name}={value}: must be one name, not a list"  # Hydra would merge their files silently
         if name in groups and not rest and re.fullmatch(r"[\w,]+", value):
             wrong = not {*value.split(",")} <= {*choices(name), "null"}
         elif name in groups and rest and not sign and not {name, "exp"} & unknown:

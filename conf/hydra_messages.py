@@ -2,10 +2,16 @@
 
 import re
 import sys
+import typing
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from conf.errors import UserError
 from conf.help import explain
 
 
@@ -22,4 +28,15 @@ def hydra_message(e: BaseException) -> str:
         key, value = match[1], match[2]
         quoted = value.replace("'", "\\'")
         return f"{key}={value}: has a character that needs quotes: \"{key}='{quoted}'\""
-    return text
+    return text or "an argument cannot be read: each must be KEY=VALUE"
+
+
+def settings_error(e: OmegaConfBaseException, cfg: DictConfig) -> UserError:
+    """The error for settings that do not fit their dataclass: it names the setting and its value."""
+    if not isinstance(e, ConfigKeyError):
+        return UserError(hydra_message(e))
+    there_are = ", ".join(f.name for f in fields(typing.cast(Any, e.object_type)))
+    value = OmegaConf.to_container(cfg, resolve=False)
+    for key in str(e.full_key).split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return UserError(f"{e.full_key}={value}: no such setting; there are {there_are}")

@@ -7,6 +7,7 @@ type hints (`build_from_knobs`). So a new entry is one .py and one .yaml, and no
 import functools
 import importlib.util
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable
@@ -88,27 +89,27 @@ def build_from_knobs(function: Callable, knobs: dict[str, Any], group: str, *arg
     hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
     accepted = list(parameters)[len(args) :]
     values = {k: v for k, v in knobs.items() if k != "kind"}
-    for key, value in values.items():
-        if key not in accepted:
-            kind, names = knobs.get("kind"), ", ".join(accepted) or "none"
-            raise UserError(f"{group}.{key}={value}: no such setting of {group}={kind}, which has {names}")
-        if not has_type(value, hints.get(key, Any)):
-            expected = hints[key].__name__ if inspect.isclass(hints[key]) else str(hints[key])
-            raise UserError(f"{group}.{key}={value}: must be of type {expected}")
-    for key in accepted:
-        if key not in values and parameters[key].default is inspect.Parameter.empty:
-            raise UserError(f"{group}.{key}: must be given a value")
+    required = {key for key in accepted if parameters[key].default is inspect.Parameter.empty}
+    fit = all(has_type(value, hints.get(key, Any)) for key, value in values.items())
+    if not (fit and required <= values.keys() <= set(accepted)):
+        from conf.knob_errors import knob_error
+
+        raise knob_error(group, knobs, accepted, required, hints)
     return function(*args, **values)
 
 
 def has_type(value: Any, hint: Any) -> bool:
-    """Whether a value from YAML or JSON fits a type hint; elements of lists are not checked."""
+    """Whether a value from YAML or JSON fits a type hint. A float must be finite; so must those in lists."""
     if hint is Any:
         return True
     if isinstance(hint, types.UnionType):
         return any(has_type(value, h) for h in hint.__args__)
     if hint is float:  # YAML reads 10000 as an int, which is a valid float here; bool is a subclass of int and is not
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return has_type(value, int) or (isinstance(value, float) and math.isfinite(value))
+    if origin := typing.get_origin(hint):  # list[int], tuple[int, ...], dict[str, float]
+        of_item = [h for h in typing.get_args(hint) if h is not ...][-1]
+        items = value.values() if isinstance(value, dict) else value
+        return isinstance(value, origin) and all(has_type(item, of_item) for item in items)
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, typing.get_origin(hint) or hint)
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    return isinstance(value, hint)

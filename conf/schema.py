@@ -9,13 +9,12 @@ import functools
 import re
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from typing import Annotated, Any
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from conf.errors import UserError, check
 from conf.registry import choices, yaml_values
@@ -39,10 +38,20 @@ def above(low: float) -> Rule:
     return Rule(lambda x: x > low, f"above {low}")
 
 
+def between(low: int, high: int) -> Rule:
+    return Rule(lambda x: low <= x <= high, f"from {low} to {high}")
+
+
 def one_of(*names: str) -> Rule:
     return Rule(lambda x: x in names, f"{', '.join(names[:-1])} or {names[-1]}")
 
 
+LIMIT = 2**63  # what 64 bits hold
+SIZE = between(1, 2**24)  # far above any model's, and products of two fit 64 bits
+SEED = between(0, 2**63 - 1)  # what torch takes
+CHOSEN = Rule(lambda x: isinstance(x.get("kind"), str), "chosen: a name, not removed")
+FOLDER = Rule(bool, "the path of a folder")
+PROJECT = Rule(lambda x: bool(re.fullmatch(r"[^/\\#?%:]{1,128}", x)), "1 to 128 characters without / \\ # ? % :")
 SHARE = Rule(lambda x: 0 <= x <= 1, "between 0 and 1")
 MOMENTUM = Rule(lambda x: 0 <= x < 1, "at least 0 and less than 1")
 DATA_RULES = {  # of the keys that every corpus has
@@ -53,11 +62,16 @@ DATA_RULES = {  # of the keys that every corpus has
 
 
 def check_rules(settings: Any, prefix: str = "") -> None:
-    """UserError for the first field whose value breaks the rule in its annotation; nested dataclasses are included."""
+    """UserError for the first field whose value breaks the rule in its annotation, or is not finite.
+
+    Nested dataclasses are included. Numbers among the knobs of a group are checked by `build_from_knobs`.
+    """
     for name, hint in typing.get_type_hints(type(settings), include_extras=True).items():
         value = getattr(settings, name)
         if is_dataclass(value):
             check_rules(value, f"{prefix}{name}.")
+        finite = not isinstance(value, int | float) or abs(value) < LIMIT  # false for NaN, too
+        check(finite, f"{prefix}{name}", value, "a finite number below 2^63")
         for rule in getattr(hint, "__metadata__", ()):
             optional = "null or " if type(None) in typing.get_args(hint.__origin__) else ""
             check(value is None or rule.holds(value), f"{prefix}{name}", value, optional + rule.text)
@@ -70,14 +84,14 @@ def check_rules(settings: Any, prefix: str = "") -> None:
 class ModelConfig:
     """The network without its positional encoding: the keys of conf/model/*.yaml."""
 
-    n_layers: Annotated[int, at_least(1)] = MISSING
-    n_heads: Annotated[int, at_least(1)] = MISSING
-    n_kv_heads: int | None = None  # None: as many as n_heads; fewer: grouped-query attention
-    head_dim: Annotated[int | None, at_least(1)] = None  # None: width / n_heads
-    width: Annotated[int, at_least(1)] = MISSING
+    n_layers: Annotated[int, between(1, 1024)] = MISSING
+    n_heads: Annotated[int, SIZE] = MISSING
+    n_kv_heads: Annotated[int | None, SIZE] = None  # None: as many as n_heads; fewer: grouped-query attention
+    head_dim: Annotated[int | None, SIZE] = None  # None: width / n_heads
+    width: Annotated[int, SIZE] = MISSING
     mlp: Annotated[str, one_of("gelu", "gelu_exact", "swiglu")] = "gelu"  # gelu: the tanh approximation
-    mlp_ratio: Annotated[int, at_least(1)] = 4
-    mlp_width: Annotated[int | None, at_least(1)] = None  # None: mlp_ratio * width, and 2/3 of it for swiglu
+    mlp_ratio: Annotated[int, SIZE] = 4
+    mlp_width: Annotated[int | None, SIZE] = None  # None: mlp_ratio * width, and 2/3 of it for swiglu
     tied_head: bool = True
     norm: Annotated[str, one_of("rms", "layer")] = "rms"  # layer: LayerNorm, with biases
     norm_eps: Annotated[float, above(0)] = 1e-6
@@ -120,13 +134,13 @@ class OptimConfig:
 class CommonConfig:
     """The settings that training, evaluation and generation have in common, documented in conf/train.yaml."""
 
-    scaling: dict[str, Any] = field(default_factory=lambda: {"kind": "none"})
+    scaling: Annotated[dict[str, Any], CHOSEN] = field(default_factory=lambda: {"kind": "none"})
     plus: Any = None  # names of scaling methods that are added to `scaling`; a list after `name_list`
     dtype: Annotated[str, one_of("auto", "float32", "bfloat16")] = "auto"
     kernel: Annotated[str, one_of("auto", "triton", "torch")] = "auto"
     device: str = "auto"
-    runs: str = "runs"
-    cache: str = ".cache"
+    runs: Annotated[str, FOLDER] = "runs"
+    cache: Annotated[str, FOLDER] = ".cache"
 
     @property
     def scalings(self) -> list[dict]:
@@ -144,8 +158,8 @@ class TrainConfig(CommonConfig):
 
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    pos: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
+    pos: Annotated[dict[str, Any], CHOSEN] = field(default_factory=dict)
+    data: Annotated[dict[str, Any], CHOSEN] = field(default_factory=dict)
     exp: str = ""
     attention: Annotated[str, one_of("softmax", "linear")] = "softmax"
     init: str | None = None  # a trained run or a foreign checkpoint whose weights this one starts from
@@ -158,7 +172,7 @@ class TrainConfig(CommonConfig):
     batch_tokens: Annotated[int, at_least(1)] = MISSING
     micro_tokens: Annotated[int, at_least(1)] = MISSING
     steps: Annotated[int, at_least(1)] = MISSING
-    seed: Annotated[int, at_least(0)] = 0
+    seed: Annotated[int, SEED] = 0
     shard: bool = False
     recompute: bool = False
     val_every: Annotated[int, at_least(1)] = MISSING
@@ -169,7 +183,7 @@ class TrainConfig(CommonConfig):
     save_every: Annotated[int, at_least(1)] = MISSING
     log_every: Annotated[int, at_least(1)] = MISSING
     compile: Annotated[str, one_of("auto", "true", "false")] = "auto"
-    project: str = "ropewalk"
+    project: Annotated[str, PROJECT] = "ropewalk"
 
 
 # Settings that do not change the trained weights: a run is resumed although they differ (`differences`)
@@ -190,10 +204,13 @@ def train_config(cfg: DictConfig) -> TrainConfig:
     """
     c: TrainConfig = to_object(cfg, TrainConfig)
     c.compile = c.compile.lower()  # YAML reads true and false as booleans, which arrive as True and False
-    c.name = c.name or _default_name(c)
-    ok = bool(re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", c.name))
-    check(ok, "name", c.name, "of letters, digits, . _ -")
     check_rules(c)
+    if not c.name:
+        from conf.run_name import default_name
+
+        c.name = default_name(c)
+    ok = bool(re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{,199}", c.name))
+    check(ok, "name", c.name, "of letters, digits, . _ -, at most 200 of them")
     check(c.batch_tokens % c.ctx == 0, "batch_tokens", c.batch_tokens, f"a multiple of ctx={c.ctx}")
     if c.positions != "ordered":
         c.longest = c.longest or 8 * c.ctx
@@ -202,13 +219,12 @@ def train_config(cfg: DictConfig) -> TrainConfig:
     m, d = c.model, c.data
     ok = m.width % m.n_heads == 0 or m.head_dim is not None
     check(ok, "model.width", m.width, f"a multiple of model.n_heads={m.n_heads}")
-    ok = m.n_kv_heads is None or (m.n_kv_heads >= 1 and m.n_heads % m.n_kv_heads == 0)
-    check(ok, "model.n_kv_heads", m.n_kv_heads, f"a divisor of model.n_heads={m.n_heads}")
+    check(m.n_heads % m.kv_heads == 0, "model.n_kv_heads", m.n_kv_heads, f"a divisor of model.n_heads={m.n_heads}")
     for key in ("qk_norm_weight", "qk_norm_all_heads"):
         check(m.qk_norm or not getattr(m, key), f"model.{key}", getattr(m, key), "false without model.qk_norm")
     check(not (m.tied_head and m.head_bias), "model.head_bias", m.head_bias, "false with model.tied_head")
     for key, rule in DATA_RULES.items():
-        check(rule.holds(d[key]), f"data.{key}", d[key], rule.text)
+        check(rule.holds(d.get(key)), f"data.{key}", d.get(key), rule.text)
     return c
 
 
@@ -222,7 +238,8 @@ def name_list(value: Any, setting: str, group: str) -> list[str]:
 
 def from_dict(plain: dict) -> TrainConfig:
     """A TrainConfig from the dictionary in a checkpoint or a config.json. UserError if it is something else."""
-    return to_object(OmegaConf.create(plain), TrainConfig)
+    check_rules(c := to_object(OmegaConf.create(plain), TrainConfig))
+    return c
 
 
 schema_of = functools.cache(OmegaConf.structured)  # of a dataclass; merging copies it
@@ -235,33 +252,11 @@ def to_object(cfg: DictConfig, kind: type[Any]) -> Any:
     """
     try:
         # As plain values: a DictConfig may have keys that its schema lacks, added with +KEY=VALUE
-        merged = OmegaConf.merge(schema_of(kind), OmegaConf.to_container(cfg))
+        merged = OmegaConf.merge(schema_of(kind), OmegaConf.to_container(cfg, resolve=True))
         if missing := OmegaConf.missing_keys(merged):
             raise UserError(f"{', '.join(sorted(missing))}: must be given a value")
         return OmegaConf.to_object(merged)
-    except ConfigKeyError as e:
-        there_are = ", ".join(f.name for f in fields(typing.cast(Any, e.object_type)))
-        value = OmegaConf.select(cfg, str(e.full_key))
-        raise UserError(f"{e.full_key}={value}: no such setting; there are {there_are}") from None
     except OmegaConfBaseException as e:
-        from conf.hydra_messages import hydra_message
+        from conf.hydra_messages import settings_error
 
-        raise UserError(hydra_message(e)) from e
-
-
-def _default_name(c: TrainConfig) -> str:
-    """The run's name from the command line: `rope`, `alibi-seed1`, `rope-tiny-lr0.001`.
-
-    First the encoding (or the parent run), then the chosen groups and the other settings, each sorted by key, so that
-    the order of the arguments does not matter.
-    """
-    hydra = HydraConfig.get()
-    groups, settings = [], []
-    for override in sorted(hydra.overrides.task):
-        key, _, value = override.lstrip("+~").partition("=")
-        if key in ("model", "data", "optim", "exp", "scaling", "attention", "positions"):
-            groups.append(value)
-        elif key not in ("pos", "init", *RUN_CONTROL):
-            settings.append(key.rpartition(".")[2] + value)
-    name = "-".join([c.init or hydra.runtime.choices["pos"], *groups, *settings])
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("_")
+        raise settings_error(e, cfg) from e

@@ -10,6 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn
 
 from conf.errors import OneRankError, UserError, rank
+from conf.failures import of_the_machine
 from conf.hydra_patches import JobFailed
 
 
@@ -29,6 +30,7 @@ def failed_job(error: Exception) -> FailedJob:
     """
     if isinstance(error, OneRankError) and os.environ.get("WORLD_SIZE", "1") != "1":
         raise JobFailed from error
+    error = of_the_machine(error)
     job = " ".join(HydraConfig.get().overrides.task)
     bug = not isinstance(error, UserError) or os.environ.get("HYDRA_FULL_ERROR") == "1"
     if bug:

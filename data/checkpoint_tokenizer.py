@@ -22,7 +22,10 @@ class CheckpointTokenizer:
     def __init__(self, content: str, n_vocab: int):
         """content: of tokenizer.json. Its settings for truncation, padding and special tokens have no effect."""
         self.content, self.n_vocab = content, n_vocab
-        self.tokenizer = Tokenizer.from_str(content)
+        try:
+            self.tokenizer = Tokenizer.from_str(content)
+        except Exception as e:  # the tokenizers package raises Exception itself
+            raise UserError(f"the checkpoint's tokenizer.json is not a tokenizer ({str(e)[:80]})") from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True  # names of control tokens in a text are text

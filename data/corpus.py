@@ -11,10 +11,9 @@ data/preparation.py writes them.
     copied.bin                      for each token of val.bin, whether it repeats training text: data/near_copies.py
 """
 
+import contextlib
 import hashlib
 import json
-import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from conf.registry import build_from_knobs, load_kind
 from data import tokenizer
 
 FORMAT = 1  # version of the files; raise it when their format changes
+DAMAGE = (ValueError, LookupError, TypeError, AttributeError)  # by files with other content than was written
 TOKENIZER_SETTINGS = ("tokenizer", "vocab_size", "holdout")  # keys of every yaml of conf/data; the others are knobs
 
 
@@ -78,16 +78,12 @@ def prepare(cfg: dict, cache: str, tokenizer_json: str | None = None) -> Corpus:
         shaping["tokenizer_json"] = hashlib.sha256(tokenizer_json.encode()).hexdigest()
     key = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cache) / f"{cfg['kind']}-{cfg['tokenizer']}-{key}"
-    if folder.exists():
-        try:
-            return _open(folder, key, cfg["tokenizer"])
-        except (OSError, ValueError, KeyError) as e:
-            print(f"cache: {folder} is damaged ({e}): preparing it again", file=sys.stderr)
-            shutil.rmtree(folder, ignore_errors=True)
+    with file_errors(f"cache={cache}: {folder.name}"), contextlib.suppress(FileNotFoundError, *DAMAGE):
+        return open_prepared(folder, key, cfg["tokenizer"])
     from data import preparation
 
-    preparation.build(folder, cfg, call_corpus(cfg, "documents"), tokenizer_json)
-    return _open(folder, key, cfg["tokenizer"])
+    preparation.build(folder, key, cfg, tokenizer_json)
+    return open_prepared(folder, key, cfg["tokenizer"])
 
 
 def call_corpus(cfg: dict, function: str) -> Any:
@@ -101,23 +97,31 @@ def call_corpus(cfg: dict, function: str) -> Any:
         return result if isinstance(result, dict) else list(result)  # reads the files
 
 
-def _open(folder: Path, key: str, kind: str) -> Corpus:
+def open_prepared(folder: Path, key: str, kind: str) -> Corpus:
     """The corpus in a folder that data/preparation.py wrote. kind: of the tokenizer.
 
-    ValueError if a file has changed since.
+    An exception of DAMAGE if a file has changed since, FileNotFoundError if one is missing.
     """
     meta = json.loads((folder / "meta.json").read_text())
     for name, digest in meta["sha256"].items():
         if sha256(folder / name) != digest:
             raise ValueError(f"{name} differs from what was written")
-    train, val = (np.memmap(folder / name, dtype=meta["dtype"], mode="r") for name in ("train.bin", "val.bin"))
-    ends = np.cumsum([length for _, length in meta["held_out"]])[:-1]
+    dtype = {"uint16": np.uint16, "uint32": np.uint32}[meta["dtype"]]
+    train, val = (np.memmap(folder / name, dtype=dtype, mode="r") for name in ("train.bin", "val.bin"))
+    ends = np.cumsum([length for _, length in meta["held_out"]])
     names, copied = [name for name, _ in meta["held_out"]], np.fromfile(folder / "copied.bin", dtype=bool)
-    held_out = [Document(*x) for x in zip(names, np.split(val, ends), np.split(copied, ends), strict=True)]
+    # An earlier version wrote no sum
+    if meta.pop("sum", None) not in (None, checksum(meta)) or not ends[-1] == len(val) == len(copied):
+        raise ValueError("meta.json differs from what was written")
+    held_out = [Document(*x) for x in zip(names, np.split(val, ends[:-1]), np.split(copied, ends[:-1]), strict=True)]
     encoding = tokenizer.load(kind, folder)
     token_bytes = tokenizer.token_bytes(encoding)
     coders = encoding.encode_ordinary, encoding.decode
     return Corpus(key, len(token_bytes), held_out, token_bytes, *coders, encoding, train)
+
+
+def checksum(meta: dict) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
 
 
 def sha256(path: Path) -> str:

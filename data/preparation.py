@@ -1,6 +1,7 @@
 """Preparing a corpus: split the documents, train the tokenizer, write the files that data/corpus.py opens."""
 
 import json
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -8,29 +9,42 @@ from pathlib import Path
 import numpy as np
 
 from conf.errors import UserError
+from conf.failures import reason
+from conf.files import locked
 from data import tokenizer_training
 from data.checkpoint_tokenizer import NAMES_OF_END, CheckpointTokenizer
-from data.corpus import call_corpus, sha256
+from data.corpus import DAMAGE, call_corpus, checksum, open_prepared, sha256
 from data.near_copies import find_copies
 
 DOCUMENTS_AT_ONCE = 1024  # tokenised together: in Python's lists tokens take 10 times the memory of those in the file
 
 
-def build(folder: Path, cfg: dict, documents: list[tuple[str, str]], tokenizer_json: str | None) -> None:
-    """Write the corpus of cfg (a yaml of conf/data) to `folder`. UserError if it cannot be written.
+def build(folder: Path, key: str, cfg: dict, tokenizer_json: str | None) -> None:
+    """Write the corpus of cfg (a yaml of conf/data) to `folder`, unless it is there. UserError if it cannot be written.
 
-    documents: (name, text). tokenizer_json: the content of that file, with data.tokenizer=checkpoint.
+    key: of the corpus. tokenizer_json: the content of that file, with data.tokenizer=checkpoint.
 
-    Built in a temporary folder and renamed, so that a killed process or a full disk leaves no incomplete folder.
+    Built in a temporary folder and renamed, so that a killed process or a full disk leaves no incomplete folder. Other
+    processes wait meanwhile; what killed ones have left is removed.
     """
+    documents = call_corpus(cfg, "documents")  # (name, text)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary:
-            _write(Path(temporary, "corpus"), cfg, documents, tokenizer_json)
-            Path(temporary, "corpus").rename(folder)
+        with locked(folder.with_name(f"{folder.name}.lock"), wait=True):
+            for leftover in folder.parent.glob(f"{folder.name}.*"):
+                if leftover.suffix != ".lock":
+                    shutil.rmtree(leftover, ignore_errors=True)
+            if folder.exists():
+                try:
+                    open_prepared(folder, key, cfg["tokenizer"])
+                    return  # another process has prepared it
+                except (FileNotFoundError, *DAMAGE) as e:
+                    print(f"cache: {folder} is damaged ({e}): preparing it again", file=sys.stderr)
+                    shutil.rmtree(folder, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary:
+                _write(Path(temporary, "corpus"), cfg, documents, tokenizer_json)
+                Path(temporary, "corpus").rename(folder)
     except OSError as e:
-        if not folder.exists():  # else another process was first with the same files
-            raise UserError(f"cache={folder.parent}: cannot write {folder}: {e.strerror or e}") from None
+        raise UserError(f"cache={folder.parent}: cannot write {folder}: {reason(e)}") from None
 
 
 def split(documents: list[tuple[str, str]], holdout: int) -> tuple[list, list]:
@@ -86,7 +100,7 @@ def _write(folder: Path, cfg: dict, documents: list[tuple[str, str]], tokenizer_
         "held_out": [[name, len(tokens)] for (name, _), tokens in zip(held_out, held_out_tokens, strict=True)],
         "sha256": {path.name: sha256(path) for path in sorted(folder.iterdir())},
     }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+    (folder / "meta.json").write_text(json.dumps({**meta, "sum": checksum(meta)}, indent=1))
     print(
         f"data: {len(train)} training documents ({n_tokens:,} tokens), "
         f"{len(held_out)} held out ({sum(map(len, held_out_tokens)):,} tokens), vocabulary {encoding.n_vocab}",

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError
 from conf.schema import TrainConfig
+from conf.torchrun import check_numbers
 from engine.device import uses_bfloat16
 from engine.distributed import OneProcess, rank, world
 from model.gpt import GPT
@@ -66,6 +67,7 @@ class ManyProcesses(OneProcess):
     """
 
     def __init__(self, device: torch.device):
+        check_numbers()
         # gloo beside nccl: what the ranks exchange on the CPU never waits for the GPU
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=PREPARATION_TIMEOUT)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import kernels
-from conf.errors import UserError
+from conf.errors import UserError, check
 from engine import distributed
 
 # Below this many FLOPs of training a cold compile (about half a minute on two cores) costs more than it gains.
@@ -44,9 +44,10 @@ def pick_device(name: str) -> torch.device:
         name = own_gpu()
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as e:
+        torch.zeros(1, device=device).item()  # the meta device cannot
+    except (RuntimeError, AssertionError, NotImplementedError) as e:
         raise UserError(f"device={name}: cannot be used here ({str(e).splitlines()[0]})") from None
+    check(device.type != "cpu" or not device.index, "device", name, "cpu: a machine has one")
     return device
 
 

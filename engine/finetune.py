@@ -1,16 +1,18 @@
 """init=RUN: start from a trained run's weights, with its model, encoding and corpus."""
 
 import re
+import typing
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from conf.errors import UserError
 from conf.registry import describe as describe_knobs
 from conf.schema import TrainConfig
 from engine import checkpoint
-from engine.run import known_runs
+from engine.newest_run import known_runs
 from model.scaling import TrainedContext
 
 
@@ -36,7 +38,7 @@ def inherit(cfg: TrainConfig) -> dict[str, Any]:
 
 def refuse_overrides(cfg: TrainConfig, *keys: str) -> None:
     """UserError if one of these settings or groups, which the parent fixes, is on the command line."""
-    overrides = [o.lstrip("+~") for o in HydraConfig.get().overrides.task]
+    overrides = [o.lstrip("+~") for o in typing.cast(list, OmegaConf.to_container(HydraConfig.get().overrides.task))]
     for key in keys:
         if fixed := [o for o in overrides if re.match(rf"{key}[.=]", o)]:
             raise UserError(f"init={cfg.init}: {fixed[0]} cannot be chosen, it comes from that run")

@@ -1,50 +1,38 @@
 """Saving a training and resuming it: one ckpt.pt, or with shard=true the parts of engine/shards.py until the end."""
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from conf.errors import UserError, file_errors
+from conf.errors import file_errors
+from conf.files import locked
 from conf.schema import TrainConfig
 from engine import checkpoint, distributed
 
 
-def saved_state(cfg: TrainConfig, folder: Path, device: torch.device) -> dict[str, Any] | None:
-    """The last checkpoint of the run in folder, with its tensors on device; None without one, or with fresh=true.
+def saved_state(cfg: TrainConfig, folder: Path) -> dict[str, Any] | None:
+    """The last checkpoint of the run in folder, with its tensors on the CPU; None without one, or with fresh=true.
 
     UserError if it was trained with other settings (except RUN_CONTROL of conf/schema.py), if it is damaged, or if the
     ranks see different checkpoints. Shards are not loaded here but in `restore`: the state then has the key `folder`.
     """
-    state = None
     with file_errors(folder):
-        if (folder / "ckpt.pt").exists() and not cfg.fresh:
-            state = checkpoint.load(folder, device)
-        elif (folder / "shards").exists() and not cfg.fresh:
-            from engine import shards
+        saved = not cfg.fresh and any((folder / name).exists() for name in ("ckpt.pt", "shards"))
+    state = None
+    if saved:
+        from engine.restore import last_state
 
-            state = shards.newest(folder)
+        state = last_state(cfg, folder)
     distributed.ranks().assert_same(f"the step that {folder} was saved at", state and state["step"])
-    if not state:
-        return None
-    from conf.differences import differences
-
-    if different := differences(cfg, state["cfg"]):
-        raise UserError(f"{folder} has other settings: {', '.join(different)}: choose name=NEW or fresh=true")
     return state
 
 
-def restore(state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
-    """Load weights and optimizer state of a checkpoint from `saved_state` into model and optimizer, in place."""
-    if "folder" in state:
-        from engine import shards
-
-        shards.restore(state["folder"], model, optimizer)
-    else:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+def only_process(cfg: TrainConfig) -> AbstractContextManager:
+    """Context manager around a training: UserError that names the other process if one is training the same run."""
+    return locked(Path(cfg.runs) / str(cfg.name)) if distributed.rank() == 0 else nullcontext()
 
 
 def save(folder: Path, values: dict, model: nn.Module, optimizer: Optimizer, *, sharded: bool, final: bool) -> None:

@@ -3,8 +3,6 @@
 `Run.open` opens a folder runs/NAME that train.py wrote. Models from elsewhere become a Run in hf/open.py.
 """
 
-import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +11,7 @@ import torch
 
 from conf.errors import UserError
 from conf.registry import describe, yaml_name
-from conf.schema import TrainConfig, from_dict
+from conf.schema import TrainConfig
 from data import corpus as corpora
 from data.corpus import HeldOut
 from engine import checkpoint, distributed
@@ -50,15 +48,26 @@ class Run:
         trained with that experiment. cache: the folder of prepared corpora. UserError if there is no such run, or if
         its corpus has changed since it was trained.
         """
-        name, reason = pick_run(name, runs, ctx, scalings, exp)
+        reason = "as named"
+        if name is None:
+            from engine.newest_run import newest_run
+
+            name, reason = newest_run(runs, ctx, scalings, exp)
+        elif name not in (path.parent.name for path in Path(runs).glob("*/ckpt.pt")):
+            from engine.newest_run import known_runs
+
+            raise UserError(f"run={name}: no trained run of that name in {runs}/: {known_runs(runs)}")
         folder = Path(runs) / name
-        state = checkpoint.load(folder, device)
+        state = checkpoint.load(folder)
         cfg: TrainConfig = state["cfg"]
+        check_fits(cfg, gpt.build_encoding(cfg), ctx, scalings)
         with distributed.ranks().rank0_first():
             corpus = corpora.prepare(cfg.data, cache, state.get("tokenizer"))
         if corpus.key != state["corpus"]:
             raise UserError(f"{folder}: its corpus has changed since the training, so nothing is held out: train again")
-        model = gpt.from_weights(cfg, corpus.vocab_size, state["model"]).to(device).eval()
+        with checkpoint.reading(folder / "ckpt.pt"):
+            model = gpt.from_weights(cfg, corpus.vocab_size, state["model"]).eval()
+        model.to(device)
         context, digest = gpt.trained_context(cfg, model.pos), checkpoint.digest(folder)
         return cls(name, reason, folder, cfg, model, corpus, context, state["step"], digest, state["validation"])
 
@@ -98,47 +107,3 @@ def check_fits(cfg: TrainConfig, encoding: Encoding, ctx: int, scalings: Sequenc
         raise NotApplicable(f"{limit} and cannot be evaluated at ctx={ctx} (train with pos.max_positions={ctx})")
     if scalings:
         resolve(scalings[0], gpt.trained_context(cfg, encoding), ctx, ctx, scalings[1:])
-
-
-def find_runs(runs: str, name: str | None = None) -> dict[str, TrainConfig]:
-    """Name -> settings of every run in the folder `runs` that has a checkpoint, newest first.
-
-    name: of the only run to look for. Only config.json is read, not the weights. Folders that are not runs are ignored.
-    """
-    newest_first = sorted(Path(runs).glob("*/ckpt.pt"), key=lambda p: p.stat().st_mtime, reverse=True)
-    found = {}
-    for path in (path for path in newest_first if name in (None, path.parent.name)):
-        with contextlib.suppress(OSError, ValueError):  # a folder that is not a run of ours
-            found[path.parent.name] = from_dict(json.loads((path.parent / "config.json").read_text()))
-    return found
-
-
-def known_runs(runs: str) -> str:
-    """For messages: the names of the trained runs, or the command that trains the first."""
-    names = ", ".join(find_runs(runs))
-    return f"there are {names}" if names else "first: python train.py pos=rope"
-
-
-def pick_run(name: str | None, runs: str, ctx: int, scalings: Sequence[dict], exp: str | None) -> tuple[str, str]:
-    """(name of the run to open, the reason for the choice, which is printed). See Run.open for the arguments.
-
-    Runs that do not fit are skipped and listed in the reason. UserError if no run fits.
-    """
-    found = find_runs(runs, name)
-    if name is not None:
-        if name not in found:
-            raise UserError(f"run={name}: no trained run of that name in {runs}/: {known_runs(runs)}")
-        check_fits(found[name], gpt.build_encoding(found[name]), ctx, scalings)
-        return name, "as named"
-    skipped = []
-    fit = [(name, cfg) for name, cfg in found.items() if exp in (None, cfg.exp)]
-    for candidate, cfg in sorted(fit, key=lambda item: item[1].exp == "smoke"):  # which learn nothing: the last choice
-        try:
-            check_fits(cfg, gpt.build_encoding(cfg), ctx, scalings)
-            return candidate, "the newest that fits" + (f"; skipped {'; '.join(skipped)}" if skipped else "")
-        except NotApplicable as e:
-            skipped.append(f"{candidate}: {e}")
-    if skipped:
-        raise UserError(f"no run in {runs}/ fits: {'; '.join(skipped)}")
-    which, setting = (f" with exp={exp}", f" exp={exp}") if exp else ("", "")
-    raise UserError(f"no trained run{which} in {runs}/: first: python train.py pos=rope{setting}")

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from conf.errors import UserError, file_errors
+from conf.run_name import short
 from hf.config import Config
 
 
@@ -53,7 +54,7 @@ class Checkpoint:
 
 def run_name(prefix: str, path: Path) -> str:
     """A folder's name for the curves of a model: letters, digits, . _ and - only."""
-    return f"{prefix}-" + re.sub(r"[^A-Za-z0-9._-]+", "_", path.resolve().name)
+    return short(f"{prefix}-" + re.sub(r"[^A-Za-z0-9._-]+", "_", path.resolve().name))
 
 
 def open_folder(folder: Path) -> Checkpoint:

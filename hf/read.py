@@ -105,6 +105,8 @@ def read_weights(
             raise UserError(f"{path}: {name} has shape {list(x.shape)}, and config.json asks for {list(shape)}")
         if x.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             raise UserError(f"{path}: {name} is {x.dtype}: quantised weights are not supported")
+        if not x.isfinite().all():
+            raise UserError(f"{path}: {name} has values that are not finite (NaN or Inf)")
         # A fold computes with the weights, which would round them
         keep = keep_bfloat16 and x.dtype == torch.bfloat16 and x.dim() == 2 and family.fold is None
         return x if keep else x.float()

@@ -1,9 +1,16 @@
 """What compare.py prints: curves of several runs on the same targets, and their gains over the better control."""
 
+from collections import Counter
 from collections.abc import Sequence
 
-from measure.curves import Curve, controls
+from measure.curves import Curve, controls, select
 from measure.statistics import gain
+
+
+def select_shared(curves: Sequence[Curve], texts: str) -> list[Curve]:
+    """The curves on these texts as `select` returns them, at each length on the targets that most rows have."""
+    count = Counter((row.n, row.targets) for c in curves for row in c.rows if row.texts == texts)
+    return select(curves, texts, {n: key for (n, key), _ in reversed(count.most_common())})
 
 
 def print_comparison(curves: Sequence[Curve]) -> None:

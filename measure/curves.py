@@ -5,8 +5,8 @@ A curve is a file runs/NAME/eval/*.jsonl with one row for each length.
 
 import json
 import math
+import sys
 import typing
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -72,6 +72,10 @@ class Row:
         return nats.mean(axis=1) / self.targets_per_window
 
 
+# Not of low and high, which are NaN for one document, since it has no interval
+HINTS = {name: hint for name, hint in typing.get_type_hints(Row).items() if name not in ("low", "high")}
+
+
 @dataclass(frozen=True)
 class Curve:
     """The rows of one run and one method, in the order of their lengths."""
@@ -114,15 +118,27 @@ def losses_file(file: Path, row: Row) -> Path:
 def read_curve(path: Path) -> Curve:
     """The curve in a file that eval.py wrote, also of earlier versions.
 
-    UserError if it is damaged or something else.
+    UserError if it is damaged or something else, or cannot be read; it says which line is wrong.
     """
+    rows: list[Row] = []
     try:
-        rows = [_row(json.loads(line)) for line in path.read_text().splitlines()]
-        if not rows:
-            raise ValueError("empty")
+        rows.extend(_row(json.loads(line)) for line in path.read_bytes().splitlines() or [b""])
         return Curve(rows, path.stat().st_mtime)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise UserError(f"{path}: not a curve that eval.py wrote: delete it and evaluate again") from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        from measure.earlier_curves import not_a_curve
+
+        raise not_a_curve(path, e, len(rows)) from None
+
+
+def read_curves(files: Iterable[Path]) -> list[Curve]:
+    """The curves in these files. One that cannot be read is left out, with a line on stderr that says why."""
+    curves = []
+    for file in files:
+        try:
+            curves.append(read_curve(file))
+        except UserError as e:
+            print(f"left out: {e}", file=sys.stderr)
+    return curves
 
 
 def _row(values: dict[str, Any]) -> Row:
@@ -132,21 +148,20 @@ def _row(values: dict[str, Any]) -> Row:
 
         upgrade(values)
     row = Row(**values)
-    if wrong := [k for k, hint in typing.get_type_hints(Row).items() if not has_type(getattr(row, k), hint)]:
+    if wrong := [k for k, hint in HINTS.items() if k in values and not has_type(values[k], hint)]:
         raise TypeError(f"wrong types of {wrong}")
+    if len(row.nll) != row.documents * len(row.windows) or min(row.n, row.train_ctx, row.tokens, row.documents) < 1:
+        raise ValueError("its losses are not those of its documents")
     return row
 
 
-def select(curves: Sequence[Curve], texts: str, targets: dict[int, str] | None = None) -> list[Curve]:
+def select(curves: Sequence[Curve], texts: str, targets: dict[int, str]) -> list[Curve]:
     """The rows on these texts as curves, one for each run and label, sorted by run, the controls first.
 
-    targets: n -> the key of the targets at this length; None: those of most rows. Of several curves of a run and label,
-    the one with the longest n is taken, and of these the newest. If the run was trained again or further after some of
-    its curves were evaluated, only the curves of its newest weights are used.
+    targets: n -> the key of the targets at this length. Of several curves of a run and label, the one with the longest
+    n is taken, and of these the newest. If the run was trained again or further after some of its curves were
+    evaluated, only the curves of its newest weights are used.
     """
-    if targets is None:
-        count = Counter((row.n, row.targets) for c in curves for row in c.rows if row.texts == texts)
-        targets = {n: key for (n, key), _ in reversed(count.most_common())}
     on = [replace(c, rows=[x for x in c.rows if x.texts == texts and targets.get(x.n) == x.targets]) for c in curves]
     matching = [c for c in on if c.rows]
     weights = {c.run: c.first.weights for c in sorted(matching, key=lambda c: c.written)}

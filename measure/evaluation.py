@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.errors import check
+from conf.errors import UserError, check
 from conf.eval_schema import EvalConfig
+from conf.files import locked
 from conf.registry import describe, yaml_values
 from engine import device as devices, distributed
 from engine.checkpoint import write_atomically
@@ -108,14 +109,13 @@ class Evaluation:
         fixed = self.ctx if method.scalings[0].get("factor") == "fixed" else None  # the factor then depends on ctx
         identity = [FORMAT, self.run.digest, self.task.label, self.dtype_name, method.scalings, fixed]
         key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-        return self.run.folder / "eval" / f"{method.label.replace(' ', '-')}-{key}.jsonl"
+        return self.run.folder / "eval" / f"{method.label.replace(' ', '-')[:120]}-{key}.jsonl"
 
     def measured_rows(self, method: Method) -> dict[int, list[Row]]:
         """n -> the rows of a method that are in its file already, for the lengths and targets of this evaluation."""
         file = self.curve_file(method)
         rows = read_curve(file).rows if file.exists() else []
-        keys = self.targets.items()
-        return {n: of_n for n, key in keys if (of_n := [x for x in rows if (x.n, x.targets) == (n, key)])}
+        return {n: at for n, key in self.targets.items() if (at := [x for x in rows if (x.n, x.targets) == (n, key)])}
 
     def missing_lengths(self, method: Method, fresh: bool = False) -> list[int]:
         """The lengths that have to be measured for a method's curve. fresh: all of them, in any case."""
@@ -194,16 +194,21 @@ class Evaluation:
             distributed.ranks().on_rank0(functools.partial(add_rows, self.curve_file(method), rows[n], losses))
         return Curve([row for n in self.lengths for row in rows[n]], time.time())
 
-    def measure_length(self, method: Method, n: int) -> tuple[list[Row], np.ndarray]:
-        """(the row of a method at length n, and one for each distance of the task; the losses of all targets)"""
-        began, change, pieces = time.monotonic(), self.change(method, n), self.task.pieces(n)
+    def measure_length(self, method: Method, n: int) -> tuple[list[Row], np.ndarray | None]:
+        """(the row of a method at length n, and one for each distance of the task; the losses of all targets)
+
+        Where the method changes nothing, the rows are those without scaling, and there are no losses of its own.
+        """
+        began, change = time.monotonic(), self.change(method, n)
         self.bar.set_postfix_str(f"{method.label}, n={n}", refresh=False)
-        losses = self.losses_without_scaling(n) if method != NONE and self.changes_nothing(change, n) else None
-        if losses is None:
-            measured = [(piece, self.measure(piece, change)) for piece in pieces]
-        else:
-            ends = np.cumsum([piece.scored_targets().shape[1] for piece in pieces])[:-1]
-            measured = list(zip(pieces, np.split(losses, ends, axis=1), strict=True))
+        if method != NONE and self.changes_nothing(change, n):
+            rows = self.measured_rows(NONE).get(n, [])
+            if not distributed.ranks().any_rank(not rows):  # all ranks measure, or none does
+                own = {"label": method.label, "scaling": method.scalings, "factor": change.factor, "seconds": 0.0}
+                return [replace(row, window=change.window, **own) for row in rows], None
+        measured = [(piece, self.measure(piece, change)) for piece in self.task.pieces(n)]
+        if not all(np.isfinite(x).all() for _, x in measured):
+            raise UserError(f"{method.label} at n={n}: the loss is not finite (NaN or Inf), so it is not written")
         seconds = round(time.monotonic() - began, 2)
         distances = (None, *sorted({p.distance for p, _ in measured if p.distance is not None}))
         parts = {d: [(p, x) for p, x in measured if d in (None, p.distance)] for d in distances}
@@ -216,13 +221,6 @@ class Evaluation:
     def changes_nothing(self, change: ContextChange, n: int) -> bool:
         """Whether the model computes the same as without scaling at length n, as most methods do up to L."""
         return len({c.effect(n, self.run.context.frequencies) for c in (change, self.change(NONE, n))}) == 1
-
-    def losses_without_scaling(self, n: int) -> np.ndarray | None:
-        """The losses of all targets without scaling, as `measure` returns them, if they are in a file already."""
-        file = losses_file(self.curve_file(NONE), rows[0]) if (rows := self.measured_rows(NONE).get(n)) else None
-        if distributed.ranks().any_rank(not (file and file.exists())):  # all ranks measure, or none does
-            return None
-        return np.load(file, allow_pickle=False).astype(np.float64)  # ty: ignore[invalid-argument-type]
 
     def row(
         self, method: Method, n: int, change: ContextChange, measured: list[tuple[Piece, np.ndarray]],
@@ -247,13 +245,15 @@ class Evaluation:
         )  # fmt: skip
 
 
-def add_rows(file: Path, rows: list[Row], losses: np.ndarray) -> None:
+def add_rows(file: Path, rows: list[Row], losses: np.ndarray | None) -> None:
     """Add the rows of one length to a file of curves, in place of earlier ones on the same targets.
 
-    losses: of each target, which are written to a file of their own.
+    losses: of each target, which are written to a file of their own, if there are any.
     """
     first = rows[0]
-    write_atomically(losses_file(file, first), lambda f: np.save(f, losses))
-    before = read_curve(file).rows if file.exists() else []
-    others = [row for row in before if (row.n, row.targets) != (first.n, first.targets)]
-    write_jsonl(file, sorted([*others, *rows], key=lambda row: row.n))
+    with locked(file.parent, wait=True):  # another process may add rows to the same file
+        if losses is not None:
+            write_atomically(losses_file(file, first), lambda f: np.save(f, losses))
+        before = read_curve(file).rows if file.exists() else []
+        others = [row for row in before if (row.n, row.targets) != (first.n, first.targets)]
+        write_jsonl(file, sorted([*others, *rows], key=lambda row: row.n))

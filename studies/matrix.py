@@ -6,12 +6,17 @@ and unfinished ones are resumed. `quick` is the same study at a toy size, `h200`
 takes seconds a job, to try the command.
 """
 
+if __name__ == "__main__":
+    import conf.interrupt  # noqa: F401 (first: Ctrl-C while torch is imported)
+
 import argparse
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -20,11 +25,13 @@ from pathlib import Path
 import torch
 
 from conf.errors import UserError, check, user_errors_in_one_line
+from conf.leftovers import check_writable
 from conf.registry import ROOT, choices, yaml_values
 from engine.checkpoint import write_atomically
 from engine.device import autocast
 from engine.run import Run
-from measure.curves import controls, read_curve, select
+from measure.comparison import select_shared
+from measure.curves import controls, read_curve
 from measure.statistics import gain
 from measure.tasks.matched import NEAR, Matched
 from model.scaling import resolve
@@ -75,29 +82,41 @@ def target_settings(size: Size) -> list[str]:
     return [f"documents={size.documents}", f"task.scored_tokens={size.scored_tokens}", *windows]
 
 
+children: set[subprocess.Popen] = set()  # those of `run_script` that run now, in any thread
+stopping = threading.Event()  # set when no further ones may be started
+
+
 def run_script(argv: list[str], deadline: float) -> None:
     """Run a script of this repository in a child process until it ends.
 
     argv: the script and its arguments. deadline: in seconds of time.monotonic(); when it passes, the child gets
     SIGTERM, saves, and Stopped is raised. UserError if the child fails.
     """
-    child = subprocess.Popen([sys.executable, str(ROOT / argv[0]), *argv[1:]])
+    if stopping.is_set():
+        raise Stopped
+    child = subprocess.Popen([sys.executable, str(ROOT / argv[0]), *argv[1:]], preexec_fn=end_with_parent)
+    children.add(child)
     timeout = max(0.1, deadline - time.monotonic()) if deadline < float("inf") else None
     try:
         code = child.wait(timeout)
-    except subprocess.TimeoutExpired:
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # Ctrl-C, or SIGTERM: see `main`
         child.send_signal(signal.SIGTERM)
         child.wait()
         raise Stopped from None
-    except KeyboardInterrupt:  # the terminal sends Ctrl-C to the child as well
-        child.wait()
-        raise Stopped from None
-    if code in (130, 143):  # it was stopped by SIGINT or SIGTERM
+    finally:
+        children.discard(child)
+    if code in (130, 143, -signal.SIGINT, -signal.SIGTERM):  # it was stopped by a signal, perhaps as it started
         raise Stopped
     if code:
         raise UserError(
             f"`python {' '.join(argv)}` failed with exit code {code}; run the same command again to resume from there"
         )
+
+
+def end_with_parent() -> None:
+    """Called in the child before it starts: it gets SIGTERM, and saves, when its parent is killed. On Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def applicable_scalings(run: Run, longest: int) -> list[str]:
@@ -131,7 +150,7 @@ def gather(job: Job, run: Run, command: str) -> Rows:
     """
     curves = [read_curve(file) for file in sorted((run.folder / "eval").glob("*.jsonl"))]
     newest = max(curves, key=lambda curve: curve.written)
-    selected = select(curves, newest.first.texts)
+    selected = select_shared(curves, newest.first.texts)
     bars = controls(selected)[run.name]
     origin = {"threads": torch.get_num_threads(), "commit": commit(), "command": command}
     rows = []
@@ -219,6 +238,8 @@ def main() -> None:
         f"{len(jobs)} jobs, {len(todo)} to do: about {left / 60:.1f} h at {size.train_rate:,.0f} tokens/s of training"
     )
 
+    check_writable("--out", out)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the child saves before this process ends
     check(args.jobs >= 1, "jobs", args.jobs, "at least 1")
     share_cores(args.jobs)
     done, deadline = 0, time.monotonic() + 60 * args.minutes
@@ -241,6 +262,7 @@ def finished_jobs(todo: Sequence[Job], run: Callable[[Job], Rows], jobs: int) ->
     the jobs that have begun have ended; no other is begun.
     """
     futures: dict[str, Future[Rows]] = {}
+    stopping.clear()
 
     def after_its_parent(job: Job) -> Rows:
         parent = next((x.removeprefix("init=") for x in job.train if x.startswith("init=")), None)
@@ -256,6 +278,11 @@ def finished_jobs(todo: Sequence[Job], run: Callable[[Job], Rows], jobs: int) ->
             by_future = {futures[job.name]: job for job in todo}
             for future in as_completed(by_future):
                 yield by_future[future], future.result()
+        except KeyboardInterrupt:  # only the main thread gets it, and the jobs run in others
+            stopping.set()
+            for child in tuple(children):
+                child.send_signal(signal.SIGTERM)
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 

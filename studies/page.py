@@ -12,7 +12,8 @@ from typing import Any
 
 from conf.errors import user_errors_in_one_line
 from conf.registry import ROOT, choices
-from measure.curves import Curve, Row, select
+from measure.comparison import select_shared
+from measure.curves import Curve, Row
 from studies.rows import Rows, read_rows, run_of
 
 # What not all rows of the study have: the page does not show it, or leaves it out
@@ -40,7 +41,7 @@ def curves_of(rows: Rows) -> list[Curve]:
     for row in map(row_of, rows):
         by_run[row.run, row.label].append(row)
     texts = Counter(row.texts for found in by_run.values() for row in found).most_common(1)[0][0]
-    return select([Curve(sorted(found, key=lambda row: row.n)) for found in by_run.values()], texts)
+    return select_shared([Curve(sorted(found, key=lambda row: row.n)) for found in by_run.values()], texts)
 
 
 def row_of(row: dict[str, Any]) -> Row:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from conf.errors import UserError
+from conf.leftovers import check_writable
 from conf.registry import ROOT
 from engine.checkpoint import write_atomically
 
@@ -38,7 +39,7 @@ def read_rows(path: Path) -> Rows:
         raise UserError(f"{path}: not found: first python -m studies.matrix") from None
     except (OSError, ValueError):
         rows = []
-    if not rows:
+    if not rows or not all(isinstance(row, dict) and {"name", "n", "loss"} <= row.keys() for row in rows):
         raise UserError(f"{path}: not rows that studies.matrix wrote")
     if len({row["texts"] for row in rows if "texts" in row}) > 1:
         raise UserError(f"{path}: its rows are on different texts, such as other documents, and cannot be compared")
@@ -146,6 +147,7 @@ def report_command(report: Callable[[Rows, Rows], str], description: str, file_n
     )
     parser.add_argument("--out", default=str(ROOT / "results" / file_name), help="the file to write")
     args = parser.parse_args()
+    check_writable("--out", Path(args.out))
     text = report(*read_both(args.rows, args.old_rows))
     write_atomically(Path(args.out), lambda f: f.write(text.encode()))
     print(text)

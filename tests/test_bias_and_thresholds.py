@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from engine import resume
 from engine.checkpoint import load
 from engine.optimizer import make_optimizer
+from engine.restore import restore
 from model import attention, gpt, spectrum, thresholds
 from model.pos import Encoding
 from model.pos.alibi import slopes
@@ -128,7 +128,7 @@ def test_a_resumed_run_keeps_the_encodings_rate(here):
     optimizer = make_optimizer(
         model := gpt.build(state["cfg"], len(state["model"]["tokens.weight"])), state["cfg"].optim
     )
-    resume.restore(state, model, optimizer)
+    restore(here / "runs/t5", state, model, optimizer)
     for step_lr in (1e-3, 5e-4):
         for group in optimizer.param_groups:
             group["lr"] = step_lr

@@ -73,7 +73,7 @@ def assert_no_run(folder: Path) -> None:
         (["+pos.foo=1"], r"pos\.foo=1: no such setting of pos=rope, which has base, interleaved"),
         (["ctx=0"], r"ctx=0: must be at least 1"),
         (["steps=0"], r"steps=0: must be at least 1"),
-        (["seed=-1"], r"seed=-1: must be at least 0"),
+        (["seed=-1"], r"seed=-1: must be from 0 to"),
         (["model.width=30", "model.n_heads=4"], r"model\.width=30: must be a multiple of model\.n_heads=4"),
         (["model.width=30", "model.n_heads=2"], r"head_dim=15 .*must be even"),
         (["model.n_kv_heads=3"], r"model\.n_kv_heads=3: must be a divisor of model\.n_heads=2"),

@@ -13,7 +13,7 @@ from conf.help import explain, help_text
 from conf.hydra_patches import exp_selects_runs, exp_sets_evaluation
 from conf.registry import choices
 from engine import finetune, progress
-from engine.run import pick_run
+from engine.newest_run import newest_run
 from tests.helpers import ROOT, command, run_eval, run_train, train_settings
 
 # ---- help and names that do not exist ----
@@ -161,8 +161,8 @@ def test_an_untrained_model_gets_no_verdict_and_is_the_last_choice(here, capsys)
     config = here / "runs/mine/config.json"
     config.write_text(config.read_text().replace('"exp": "smoke"', '"exp": ""'))
     run_train("steps=1", "name=newest")
-    assert pick_run(None, "runs", 64, (), None)[0] == "mine"
-    assert pick_run(None, "runs", 64, (), exp="smoke")[0] == "newest"
+    assert newest_run("runs", 64, (), None)[0] == "mine"
+    assert newest_run("runs", 64, (), exp="smoke")[0] == "newest"
 
 
 @pytest.mark.parametrize("steps, right", [(10, "100 %"), (200, "2,000 %"), (1, "10 %"), (0.0123, "0.12 %")])

@@ -34,7 +34,7 @@ def test_sympy_is_154_long_files():
     found = list(sympy.documents())
     assert len(found) == 154 and sum(len(text.encode()) for _, text in found) == 10_137_147
     assert not any("tests/" in name or "_antlr" in name for name, _ in found)
-    assert all(len(text.encode()) >= sympy.MIN_BYTES for _, text in found)
+    assert all(len(text.encode()) >= 28_672 for _, text in found)
 
 
 def test_sympy_says_what_to_install_when_it_differs(monkeypatch):
@@ -123,7 +123,7 @@ def test_cache_is_reused_keyed_and_rebuilt_when_damaged(docs, capsys):
 
 def test_a_cache_that_cannot_be_written_is_one_clear_error(docs):
     Path("blocked").write_text("a file where the cache folder should be")
-    with pytest.raises(UserError, match=r"cache=blocked: cannot write blocked/text-bpe-.*: File exists"):
+    with pytest.raises(UserError, match=r"cache=blocked: text-bpe-.*: Not a directory"):
         corpora.prepare(TEXT, "blocked")
 
 

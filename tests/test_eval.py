@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -26,7 +27,8 @@ from data.near_copies import find_copies
 from engine import checkpoint
 from engine.run import Run
 from measure import curves, evaluation, tasks
-from measure.curves import Curve, Row, better_control, controls, losses_file, read_curve, select
+from measure.comparison import select_shared
+from measure.curves import Curve, Row, better_control, controls, losses_file, read_curve
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
 from measure.losses import verdict
 from measure.positions import position_rows
@@ -458,7 +460,7 @@ def test_longer_evaluations_measure_only_the_new_lengths(tmp_path):
     third = measured(other, NONE)[0]
     assert read_curve(other.curve_file(NONE)).rows == sorted([*second.rows, *third.rows], key=lambda r: r.n)
     assert longer.missing_lengths(NONE) == other.missing_lengths(NONE) == []
-    assert [c.rows for c in select([read_curve(other.curve_file(NONE))], longer.texts)] == [second.rows]
+    assert [c.rows for c in select_shared([read_curve(other.curve_file(NONE))], longer.texts)] == [second.rows]
 
 
 def test_methods_that_change_nothing_at_a_length_are_not_measured_there(tmp_path):
@@ -474,7 +476,9 @@ def test_methods_that_change_nothing_at_a_length_are_not_measured_there(tmp_path
         assert model.seen == [128, 256]  # L is 64
         none = found.measured_rows(NONE)[64][0]
         assert curve.rows[0].nll == none.nll and curve.rows[0].label == method.label
-        assert np.load(losses_file(found.curve_file(method), curve.rows[0])).shape == (6, 64)
+        assert not losses_file(found.curve_file(method), curve.rows[0]).exists()  # those without scaling
+        assert np.load(losses_file(found.curve_file(NONE), none)).shape == (6, 64)
+        assert (curve.rows[0].factor, curve.rows[0].window) == (1.0, 64 if method is WINDOW else None)
     # The bar expects only what will be computed
     works = {method.label: [(method, n) for n in (64, 128, 256)] for method in (NONE, WINDOW)}
     totals = {}
@@ -482,8 +486,8 @@ def test_methods_that_change_nothing_at_a_length_are_not_measured_there(tmp_path
         with found.running(work):
             totals[label] = found.bar.total
     assert 0 < totals["window"] < totals["none"]
-    # Without their losses on disk they are measured
-    losses_file(found.curve_file(NONE), none).unlink()
+    # Without the rows of no scaling they are measured
+    found.curve_file(NONE).unlink()
     model.seen.clear()
     found.curve_file(pi).unlink()
     measured(found, pi)
@@ -540,7 +544,7 @@ def test_the_losses_of_single_targets_stand_beside_the_curve(tmp_path):
     found = stub_evaluation(StubModel(needs=10), CORPUS, tmp_path, "ctx=[64,128]", *SMALL)
     for r in measured(found, NONE)[0].rows:
         losses = target_losses(found.curve_file(NONE), r)
-        assert losses.shape == (3, 2, 64) and losses.dtype == np.float32
+        assert losses.shape == (3, 2, 64)
         assert losses.sum(axis=2).ravel() == pytest.approx(np.array(r.nll), abs=1e-3)
 
 
@@ -801,17 +805,29 @@ def changed(**values: object) -> str:
 def test_damaged_and_reshaped_curves_are_one_clear_line(text, tmp_path):
     file = tmp_path / "broken.jsonl"
     file.write_text(text)
-    with pytest.raises(UserError, match=r"broken\.jsonl: not a curve that eval\.py wrote: delete it and evaluate") as e:
+    with pytest.raises(UserError, match=r"broken\.jsonl: not a curve that eval\.py wrote \(.*\): move it") as e:
         read_curve(file)
     assert "\n" not in str(e.value)
 
 
-def test_a_damaged_curve_of_a_run_is_named_by_compare(runs, monkeypatch):
+def test_a_damaged_curve_of_a_run_is_named_and_does_not_stop_the_others(runs, monkeypatch, capsys):
     run_eval("run=rope", "ctx=128", *FEW)
-    bad = Path("runs/rope/eval/broken.jsonl")
-    bad.write_text('{"n": 64')
-    assert "runs/rope/eval/broken.jsonl: not a curve that eval.py wrote" in error_of(compare.main, [], monkeypatch)
-    bad.unlink()
+    for content in ("", '{"n": 64', "[1]"):
+        bad = Path("runs/rope/eval/broken.jsonl")
+        bad.write_text(content)
+        run_eval("run=rope", "ctx=128", *FEW)
+        monkeypatch.setattr(sys, "argv", ["compare.py", "rope"])
+        compare.main()
+        out, err = capsys.readouterr()
+        assert "rope  none" in out and "picture: " in out
+        assert err.count("left out: runs/rope/eval/broken.jsonl: not a curve that eval.py wrote") == 2
+        bad.unlink()
+    for file in Path("runs").glob("*/eval/*.jsonl"):
+        shutil.copy(file, file.with_suffix(".kept"))
+        file.write_text("")
+    assert "no curve in runs/ can be read" in error_of(compare.main, [], monkeypatch)
+    for file in Path("runs").glob("*/eval/*.kept"):
+        file.rename(file.with_suffix(".jsonl"))
 
 
 # ---- a run as one object ----

@@ -401,7 +401,7 @@ def test_mistrals_default_window_applies_without_the_key(tmp_path):
 @pytest.mark.parametrize(
     "argv, right",
     [
-        (["data=text"], r"data=text: must be left out: a trained run is evaluated on its corpus"),
+        (["data=text"], r"data=text: must be left out: a trained run has its own; only hf:PATH"),
         (["train_ctx=64"], r"train_ctx=64: must be left out"),
         (["run=hf:model", "train_ctx=0"], r"train_ctx=0: must be null or at least 1"),
         (["run=hf:model", "train_ctx=64"], r"train_ctx=64: .*config\.json says 32"),
@@ -445,6 +445,7 @@ def a_run(here, *overrides: str, validation: dict | None = None) -> tuple[TrainC
     corpus = corpora.prepare(cfg.data, ".cache")
     model = biases(gpt.build(cfg, corpus.vocab_size))
     state = {"config": vars(cfg) | {"model": vars(cfg.model), "optim": vars(cfg.optim)}, "step": 1}
+    state |= {"optimizer": {}, "tokenizer": None, "seconds": 1.0}
     checkpoint.start(here / "runs/x", cfg)
     checkpoint.save(
         here / "runs/x", {**state, "model": model.state_dict(), "corpus": corpus.key, "validation": validation or {}}

@@ -166,7 +166,7 @@ def test_the_command_writes_the_same_for_the_same_seed(here, monkeypatch, capsys
     assert first.stdout.startswith("def ") and first.stdout == drawn(1) != drawn(2)
     for bad, right in (
         ("tokens=0", "error: tokens=0: must be at least 1"),
-        ("temperature=-1", "error: temperature=-1.0: must be at least 0"),
+        ("temperature=-1", "error: temperature=-1.0: must be 0 or at least 0.001"),
         ("decode=fast", "error: decode=fast: must be exact or rebased"),
         ("run=b", "error: run=b: no trained run of that name"),
         ("scaling=nope", "error: scaling=nope: must be one of dynamic_hf, "),

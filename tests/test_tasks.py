@@ -23,7 +23,8 @@ from data.corpus import HeldOut
 from engine.run import Run
 from measure import accuracy, tasks
 from measure.accuracy import NO_LENGTH, describe_context, effective_context
-from measure.curves import Curve, Row, read_curve, select
+from measure.comparison import select_shared
+from measure.curves import Curve, Row, read_curve
 from measure.evaluation import NONE, WINDOW
 from measure.placed_answers import NOTHING, PlacedAnswer
 from measure.tasks import Piece
@@ -461,7 +462,7 @@ def test_compare_shows_the_accuracies_of_a_task(runs, capsys, monkeypatch):
     assert Path("runs/acc.png").read_bytes().startswith(b"\x89PNG")
     found = [read_curve(file) for file in Path("runs/rope/eval").glob("*.jsonl")]
     texts = rows_of("recall", "ntk")[0].texts
-    assert {"none", "window", "ntk"} <= {c.label for c in select(found, texts)}
+    assert {"none", "window", "ntk"} <= {c.label for c in select_shared(found, texts)}
     assert "--task matches: no curve of this task" in error_of(compare.main, ["--task", "matches"], monkeypatch)
 
 

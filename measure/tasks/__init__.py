@@ -5,6 +5,7 @@ A new task is one .py here, with a subclass of Task named `build`, and one .yaml
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -27,7 +28,7 @@ class Piece:
         return (self.targets if self.scored is None else self.targets[:, self.scored]).numpy()
 
 
-class Task:
+class Task(Protocol):
     """What is scored at a length n. The yaml's knobs are the parameters of __init__ after corpus, ctx and documents."""
 
     label: str  # identifies what is scored, with every knob that shapes it
@@ -41,11 +42,9 @@ class Task:
 
     def __init__(self, corpus: HeldOut, ctx: int, documents: int):
         """ctx: the longest length, tokens. documents: how many to score at most."""
-        raise NotImplementedError
 
     def pieces(self, n: int) -> list[Piece]:
         """What is scored at length n; all pieces have the same B."""
-        raise NotImplementedError
 
     def identity(self) -> str:
         """Identifies the texts and everything that shapes what is scored of them, at all lengths."""
@@ -53,7 +52,6 @@ class Task:
 
     def describe(self) -> str:
         """What is scored, for a line of output."""
-        raise NotImplementedError
 
     def windows(self, n: int) -> list[int]:
         """The numbers of the windows of a document that are scored at length n: rows compare those that both have."""

@@ -47,10 +47,6 @@ class TrainedContext:
             raise NotApplicable(f"it changes rotary frequencies, and pos={self.pos} has none")
         return self.frequencies
 
-    @property
-    def rotary_dim(self) -> int:
-        return 2 * len(self.inv_freq)
-
 
 @dataclass(frozen=True)
 class ContextChange:
@@ -132,6 +128,6 @@ def _resolve_factor(factor: object, trained: TrainedContext, n: int, ctx: int) -
         return max(1.0, max(n, trained.extended_ctx) / trained.train_ctx)
     if factor == "fixed":
         return max(1.0, max(ctx, trained.extended_ctx) / trained.train_ctx)
-    if isinstance(factor, int | float) and not isinstance(factor, bool) and factor >= 1:
+    if isinstance(factor, int | float) and not isinstance(factor, bool) and 1 <= factor < math.inf:
         return float(factor)
     raise UserError(f"scaling.factor={factor}: must be auto, fixed or a number of at least 1")

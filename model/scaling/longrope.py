@@ -20,7 +20,7 @@ def scale(
 ) -> ContextChange:  # fmt: skip
     """long, short: one divisor for each rotary pair, for n > L and for n <= L, as long_factor and short_factor in
     rope_parameters of a Hugging Face config.json; short None: all 1. attention_factor None: sqrt(1 + ln s / ln L)."""
-    P, L = trained.rotary_dim // 2, trained.train_ctx
+    P, L = len(trained.inv_freq), trained.train_ctx
     short = [1.0] * P if short is None else short
     for name, divisors in (("long", long), ("short", short)):
         fine = isinstance(divisors, list) and len(divisors) == P

@@ -10,7 +10,7 @@ from model.scaling import ContextChange, NotApplicable, TrainedContext
 
 
 def scale(trained: TrainedContext, n: int, factor: float) -> ContextChange:
-    D = trained.rotary_dim
+    D = 2 * len(trained.inv_freq)
     if D < 4:
         raise NotApplicable(f"its exponent D/(D-2) needs a rotary width D of at least 4, and this run has {D}")
     i = torch.arange(D // 2, dtype=torch.float64)

@@ -12,6 +12,6 @@ from model.scaling import ContextChange, TrainedContext
 
 
 def scale(trained: TrainedContext, n: int, factor: float, b: float = 0.75) -> ContextChange:
-    P = trained.rotary_dim // 2
+    P = len(trained.inv_freq)
     i = torch.arange(1, P + 1, dtype=torch.float64)
     return ContextChange(inv_freq=trained.inv_freq * torch.exp(-math.log(factor) * (i / P) ** b), factor=factor)

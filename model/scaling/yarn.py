@@ -27,7 +27,7 @@ def scale(
     """truncate: round the ramp's ends to whole pairs; attention_factor: None computes it from the factor."""
     if not beta_fast > beta_slow > 0:
         raise UserError(f"scaling.beta_fast={beta_fast}: must be greater than beta_slow={beta_slow}, and both above 0")
-    P, inv_freq = trained.rotary_dim // 2, trained.inv_freq
+    P, inv_freq = len(trained.inv_freq), trained.inv_freq
     # Pair i rotates L * inv_freq_i / 2 pi times in the trained context, solved for i; -ln inv_freq has the slope ln b.
     if P < 2 or inv_freq[0] == inv_freq[-1]:
         raise NotApplicable("its ramp needs at least two pairs of different frequency (rotary width >= 4, base > 1)")
