@@ -115,6 +115,7 @@ def test_a_run_resumes_with_another_number_of_processes(here, alone):
     assert largest_difference(checkpoint.load(Path("runs/x")), reference(alone)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_killed_process_ends_the_job_with_a_clear_line_and_nothing_is_lost(here, alone):
     process = torchrun(2, "train.py", *SETTINGS, "name=x")

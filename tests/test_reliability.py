@@ -468,6 +468,7 @@ def cmdline(pid: str) -> str:
 @pytest.mark.process
 def test_ctrl_c_while_a_command_starts_is_silent(here, seconds):
     """R18: 30 lines. It comes so many seconds after the import of torch has begun."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, as do its children
     argv = [sys.executable, str(ROOT / "train.py"), "exp=smoke", "name=x"]
     process = subprocess.Popen(argv, cwd=here, stdout=-1, stderr=-1)
     until = time.monotonic() + 60

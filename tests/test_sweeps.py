@@ -124,6 +124,7 @@ def test_a_typo_in_a_sweep_is_found_before_any_job(here):
     assert not list(here.glob("runs/*/ckpt.pt"))
 
 
+@pytest.mark.slow
 def test_the_joblib_launcher_spreads_jobs_over_processes(here):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="not installed: pip install -e '.[sweep]'")
     sweep = ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "exp=smoke", "steps=2")
