@@ -38,9 +38,10 @@ import eval as evaluation
 import export
 import sample
 import train
+from conf.command_line import answer_early
 from conf.compose import eval_settings, train_settings
 from conf.errors import UserError
-from conf.hydra_patches import exp_selects_runs, run_main
+from conf.hydra_patches import exp_selects_runs, exp_sets_evaluation, run_main
 from conf.registry import ROOT, choices, yaml_values
 from engine.run import Run
 from hf.open import open_checkpoint
@@ -53,7 +54,7 @@ SMALL = ("exp=smoke", *CORPUS, "ctx=16", "batch_tokens=16", "steps=2", "val_wind
 COMMANDS: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "train": (lambda: run_main(train.main), (*SMALL, "name=new", "fresh=true")),
     "eval": (
-        lambda: run_main(evaluation.main, exp_selects_runs),
+        lambda: run_main(evaluation.main, exp_sets_evaluation),
         ("run=x", "ctx=64", "documents=2", "task.scored_tokens=8", "task.windows=1"),
     ),
     "sample": (lambda: run_main(sample.main, exp_selects_runs, sample.quote_prompt), ("run=x", "tokens=2")),
@@ -116,11 +117,16 @@ def observe(use: Callable[[], Any]) -> Outcome:
 def run_command(name: str, arguments: list[str]) -> Outcome:
     """A command with these arguments in this process."""
     main, fixed = COMMANDS[name]
+
+    def use() -> None:
+        answer_early(name)
+        main()
+
     GlobalHydra.instance().clear()
     before = sys.argv
     sys.argv = [f"{name}.py", *fixed, *arguments]
     try:
-        return observe(main)
+        return observe(use)
     finally:
         sys.argv = before
         shutil.rmtree("runs/new", ignore_errors=True)
