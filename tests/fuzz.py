@@ -352,9 +352,9 @@ def prepare(folder: Path) -> None:
         shutil.copytree("cache", ".cache")
 
 
-def inputs(seed: int, count: int) -> Iterator[tuple[str, Outcome]]:
-    """The outcomes of `count` inputs, half of them settings. In the working folder of `prepare`."""
-    for i in range(count):
+def inputs(seed: int, count: int, first: int = 0) -> Iterator[tuple[str, Outcome]]:
+    """The outcomes of `count` inputs from number `first` on, half of them settings. In the folder of `prepare`."""
+    for i in range(first, first + count):
         rng = random.Random(f"{seed} {i}")
         kind = (settings_input, file_input, settings_input, file_input, hugging_face_input)[i % 5]
         if kind is settings_input:
@@ -368,6 +368,7 @@ def main() -> None:
     """Try the inputs and print the counts. Exit code 1 if there is a traceback, a hang or an accepted NaN."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--inputs", type=int, default=2000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first input, to share them out")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     faulthandler.enable()
@@ -377,12 +378,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             prepare(Path(folder))
-            for i, (what, outcome) in enumerate(inputs(args.seed, args.inputs)):
+            for i, (what, outcome) in enumerate(inputs(args.seed, args.inputs, args.first), args.first):
                 counts[outcome.kind] += 1
                 if outcome.kind not in ("ok", "error"):
                     print(f"--- input {i}: {what}: {outcome.kind}\n{outcome.detail}", flush=True)
                 if (i + 1) % 100 == 0:
-                    print(f"{i + 1} inputs, {time.monotonic() - began:.0f} s: {dict(counts)}", flush=True)
+                    print(f"to input {i + 1}, {time.monotonic() - began:.0f} s: {dict(counts)}", flush=True)
         finally:
             os.chdir(home)
     bad = {kind: counts[kind] for kind in ("traceback", "hang", "accepted")}
