@@ -28,6 +28,8 @@ def hydra_message(e: BaseException) -> str:
         key, value = match[1], match[2]
         quoted = value.replace("'", "\\'")
         return f"{key}={value}: has a character that needs quotes: \"{key}='{quoted}'\""
+    if isinstance(e, OverflowError) and (key := re.search(r"full_key: ([\w.]+)", str(e))):
+        return f"{key[1]}: must be a finite number below 2^63"
     return text or "an argument cannot be read: each must be KEY=VALUE"
 
 

@@ -63,8 +63,9 @@ def run_jobs(launch: Callable) -> Any:
         result = launch()
     except JobFailed as e:
         raise e.__cause__ or e from None
-    # Hydra raises a ValueError for pos=null, an AssertionError for +=x, an OSError for a folder that it cannot create
-    except (HydraException, OmegaConfBaseException, ValueError, OSError, AssertionError) as e:
+    # Hydra raises a ValueError for pos=null, an AssertionError for +=x, an OverflowError for a
+    # number of 400 digits, an OSError for a folder that it cannot create
+    except (HydraException, OmegaConfBaseException, ValueError, OSError, AssertionError, OverflowError) as e:
         from conf.hydra_messages import hydra_message
 
         raise UserError(hydra_message(e)) from e

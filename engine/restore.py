@@ -26,6 +26,8 @@ def last_state(cfg: TrainConfig, folder: Path) -> dict[str, Any] | None:
         from engine import shards
 
         state = shards.newest(folder)
+    if state and state["step"] == cfg.steps and not {"loss", "ppl", "bits_per_byte"} <= state["validation"].keys():
+        raise UserError(f"{folder}: not a checkpoint that ropewalk wrote: it is finished, and has no held-out loss")
     if state and (different := differences(cfg, state["cfg"])):
         raise UserError(f"{folder} has other settings: {', '.join(different)}: choose name=NEW or fresh=true")
     return state

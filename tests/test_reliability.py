@@ -561,6 +561,16 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_built(here):
     assert not Path("runs/x/ckpt.pt").exists()
 
 
+def test_a_number_of_400_digits_is_one_line(here, monkeypatch):
+    error = error_of(lambda: run_main(train.main), ["exp=smoke", f"optim.lr=1{'0' * 400}"], monkeypatch)
+    assert error == "error: optim.lr: must be a finite number below 2^63"
+
+
+def test_a_finished_run_without_its_held_out_loss_is_one_line(x):
+    edit(x / "ckpt.pt", lambda state: state["validation"].clear())
+    assert "it is finished, and has no held-out loss" in line_of(run_train, "steps=2", "name=x")
+
+
 @pytest.mark.parametrize("argv", [["exp=[smoke,gpt2]"], ["model=[nano,tiny]"], ["pos=[rope]"]])
 def test_a_list_for_a_single_choice_is_refused(argv, here, monkeypatch):
     """R20: Hydra merged the files silently."""
