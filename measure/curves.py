@@ -72,8 +72,8 @@ class Row:
         return nats.mean(axis=1) / self.targets_per_window
 
 
-# Not of low and high, which are NaN for one document, since it has no interval
-HINTS = {name: hint for name, hint in typing.get_type_hints(Row).items() if name not in ("low", "high")}
+# low and high are NaN for one document, since it has no interval, and a hint of float does not allow that
+HINTS = typing.get_type_hints(Row) | dict.fromkeys(("low", "high"), typing.SupportsFloat)
 
 
 @dataclass(frozen=True)

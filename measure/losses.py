@@ -27,7 +27,7 @@ def print_curves(task: Task, none: Curve, window: Curve, *others: Curve) -> None
     print(f"{'n':>7}{'n/L':>7}{units}{'factor':>8}{'ppl':>15}{'nats/token':>27}")
     for i, (row, bar) in enumerate(zip(requested.rows, bars, strict=True)):
         cells = "".join(f"{c.rows[i].ppl:>10.2f}{c.rows[i].bits_per_byte:>7.3f}" for c in shown.values())
-        interval = f"{math.exp(row.low):.1f} .. {math.exp(row.high):.1f}"
+        interval = f"{math.exp(min(row.low, 700)):.1f} .. {math.exp(min(row.high, 700)):.1f}"
         mean, low, high = gain(row, bar)
         gained = f"{mean:>+9.3f} [{low:+.3f}, {high:+.3f}]{'' if bar.label == 'window' else ' t'}"
         print(f"{row.n:>7}{row.n / L:>7.2g}{cells}{row.factor:>8.3g}{interval:>15}{gained}")

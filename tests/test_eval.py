@@ -798,7 +798,7 @@ def changed(**values: object) -> str:
         "", '{"n": 64', "{}", "[1]", "3", "null", "\x00\x01", without("n"), without("nll"), without("protocol"),
         changed(n="64"), changed(n=True), changed(loss="low"), changed(loss=None), changed(nll=3.0),
         changed(scaling="none"), changed(run=7), changed(window="all"), changed(unknown=1),
-        changed(windows=0), changed(hits="all"), changed(distance=1.5),
+        changed(windows=0), changed(hits="all"), changed(distance=1.5), changed(low=None), changed(high="0.5"),
         OLD_CURVE.read_text()[:-40],
     ],
 )  # fmt: skip
