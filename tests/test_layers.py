@@ -411,7 +411,8 @@ def test_windows_are_fractions_of_ctx_or_tokens_and_the_description_names_change
 # ---- commands ----
 
 
-def test_a_run_with_a_schedule_is_trained_evaluated_and_resumed(here, capsys):
+def test_a_run_with_a_schedule_is_trained_evaluated_and_resumed(here, capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
     run_train("layers=swan", "steps=2", "name=x")
     assert "pos=rope, layers=swan (GL)" in capsys.readouterr().out
     run_train("layers=swan", "steps=2", "name=x")
