@@ -320,6 +320,20 @@ def test_scaling_applies_to_the_kinds_that_the_schedule_says(name, methods, kind
             assert inside.effect(L, trained) == same.effect(L, trained) != change.effect(96, trained)
 
 
+def test_a_window_that_sees_no_more_than_the_control_stays():
+    """The control with sinks sees 28 + 4 tokens: a layer's own 30 are fewer, 32 are not."""
+    for window, seen in ((30, [30, 30, 30, 28]), (32, [28, 28, 28, 28])):
+        model, trained = context_of("olmo3", f"layers.L.window={window}")
+        change = resolve(yaml_values("scaling", "window_sink"), trained, 96, 96)
+        of_layers = model.pos.prepare_layers(4, torch.arange(96), change)
+        assert [(c.window, c.sinks) for *_, c in of_layers] == [(w, 0 if w == 30 else 4) for w in seen]
+        assert (change.window, change.sinks) == (max(seen), 4)  # of no layer does more than this matter
+    # All layers have their own window already: the control changes nothing, and is not measured again
+    trained = context_of("window_only")[1]
+    first, second = (resolve(yaml_values("scaling", m), trained, 96, 96) for m in ("window", "none"))
+    assert first.effect(96, trained) == second.effect(96, trained)
+
+
 def test_which_methods_do_not_apply():
     def error(layers: str, method: str) -> str:
         with pytest.raises(NotApplicable) as e:
