@@ -40,6 +40,17 @@ def resolve_layers(cfg: TrainConfig) -> dict[str, Any]:
     return {"pattern": of_layers, **{x: resolve_letter(x, letters[x], cfg) for x in dict.fromkeys(of_layers)}}
 
 
+def check_resolved(cfg: TrainConfig) -> None:
+    """UserError if cfg.layers, read from a run, has not the resolved form."""
+    types = {"pos": dict | None, "window": int | None, "sinks": int, "scaled": bool}
+    pattern, kinds = cfg.layers.get("pattern"), {key: value for key, value in cfg.layers.items() if key != "pattern"}
+    ok = isinstance(pattern, str) and len(pattern) == cfg.model.n_layers and set(pattern) == kinds.keys()
+    for kind in kinds.values():
+        ok = ok and isinstance(kind, dict) and kind.keys() == types.keys()
+        ok = ok and all(has_type(kind[key], hint) for key, hint in types.items())
+    check(ok, "layers", cfg.layers, "as train.py saves it: a pattern, and pos, window, sinks and scaled of each letter")
+
+
 def repeat_pattern(pattern: str, n_layers: int) -> str:
     """One letter for each layer: the pattern is repeated, and its last repetition may be incomplete.
 

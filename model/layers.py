@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from conf.errors import UserError, check
-from conf.layer_schedule import closest_yaml
+from conf.layer_schedule import check_resolved, closest_yaml
 from conf.registry import yaml_name
 from conf.schema import TrainConfig
 from model import pos as encodings
@@ -41,6 +41,7 @@ class LayerSchedule(Encoding):
     def __init__(self, shape: Shape, own: Encoding, cfg: TrainConfig):
         """own: the encoding of pos=. UserError for encodings that cannot be combined."""
         super().__init__(shape)
+        check_resolved(cfg)
         if cfg.attention == "linear":
             raise UserError(f"attention=linear: needs layers=uniform, not layers={closest_yaml(cfg)}")
         self.encodings, self.knobs, self.kinds = nn.ModuleList([own]), [cfg.pos], []

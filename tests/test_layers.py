@@ -327,11 +327,21 @@ def test_a_window_that_sees_no_more_than_the_control_stays():
         change = resolve(yaml_values("scaling", "window_sink"), trained, 96, 96)
         of_layers = model.pos.prepare_layers(4, torch.arange(96), change)
         assert [(c.window, c.sinks) for *_, c in of_layers] == [(w, 0 if w == 30 else 4) for w in seen]
-        assert (change.window, change.sinks) == (max(seen), 4)  # of no layer does more than this matter
+        assert (change.window, change.sinks) == (max(seen), 4)  # no layer sees more
     # All layers have their own window already: the control changes nothing, and is not measured again
     trained = context_of("window_only")[1]
     first, second = (resolve(yaml_values("scaling", m), trained, 96, 96) for m in ("window", "none"))
     assert first.effect(96, trained) == second.effect(96, trained)
+
+
+def test_tokens_that_cannot_reach_the_scored_ones_through_the_windows_are_left_out(monkeypatch):
+    model, trained = context_of("window_only", "layers.L.window=4")
+    tokens, seen = random_tokens(1, 60), []
+    monkeypatch.setattr(model.pos, "embed", lambda x, p, f=model.pos.embed: seen.append(x.shape[1]) or f(x, p))
+    with torch.no_grad():
+        got = model.last_logits(tokens, 3, resolve(yaml_values("scaling", "none"), trained, 60, 60))
+        assert (got - model(tokens)[:, -3:]).abs().max() < 1e-9
+    assert seen == [3 + 4 * 3, 60]
 
 
 def test_which_methods_do_not_apply():
@@ -409,6 +419,16 @@ def test_encodings_that_do_not_fit_together_are_named():
     ]:
         with pytest.raises(UserError, match=message):
             gpt.build_encoding(train_settings("layers=olmo3", *overrides))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"pattern": "LLL"}, {"pattern": 3}, {"L": 3}, {"L": {}}, {"X": {}}, {"pattern": "LLXX"}]
+)
+def test_a_damaged_schedule_of_a_run_is_named(wrong):
+    cfg = train_settings("layers=olmo3")
+    cfg.layers |= wrong
+    with pytest.raises(UserError, match=r"layers=.*: must be as train\.py saves it"):
+        gpt.build_encoding(cfg)
 
 
 def test_windows_are_fractions_of_ctx_or_tokens_and_the_description_names_changes():
