@@ -107,7 +107,8 @@ def load_weights(model: gpt.GPT, weights: dict[str, Tensor], cfg: TrainConfig) -
     kept = {name: x for name, x in kept.items() if x.shape == own[name].shape}
     model.load_state_dict(own | kept)
     new = ", ".join(name for name in own if name not in kept) or "nothing"
-    dropped = ", ".join(found.keys() - set(map(without_schedule, kept))) or "nothing"
+    used = set(map(without_schedule, kept))
+    dropped = ", ".join(name for name in found if name not in used) or "nothing"
     change = f"{cfg.pretrained['encoding']} -> {gpt.describe_encoding(cfg)}"
     print(f"{change}: kept {len(kept)} tensors; dropped: {dropped}; newly initialised: {new}")
 

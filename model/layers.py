@@ -140,6 +140,7 @@ def resolve_kinds(scalings: Sequence[dict], trained: TrainedContext, n: int, ctx
         seen.append((kind.window, kind.sinks) if own else (change.window, change.sinks))
     widest = None if any(window is None for window, _ in seen) else max(window or 0 for window, _ in seen)
     return ContextChange(
+        inv_freq=next((change.inv_freq for change in changes if change.inv_freq is not None), None),
         factor=max(change.factor for change in changes),
         attention_factor=max(change.attention_factor for change in changes),
         window=widest,

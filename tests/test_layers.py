@@ -13,7 +13,7 @@ from conf.layer_schedule import describe_layers, repeat_pattern
 from conf.registry import yaml_values
 from conf.run_name import default_name
 from model import gpt
-from model.decode import Decoder
+from model.decode import Decoder, same_change
 from model.layers import LayerSchedule
 from model.scaling import NO_CHANGE, ContextChange, NotApplicable, TrainedContext, resolve
 from tests.helpers import (
@@ -356,16 +356,17 @@ def test_which_methods_do_not_apply():
 
 
 def test_a_trained_scaling_stays_under_a_control_and_is_replaced_by_another_method():
-    cfg = train_settings("layers=olmo3", "model.n_layers=4", "ctx=64", "scaling=pi", "scaling.factor=2.0")
+    cfg = train_settings("layers=olmo3", "model.n_layers=4", "ctx=64", "scaling=yarn", "scaling.factor=2.0")
     context = gpt.trained_context(cfg, gpt.build_encoding(cfg))
     trained, own = gpt.trained_scaling(cfg, context), context.inv_freq
     from model.scaling import override
 
     windowed = override(trained, resolve(yaml_values("scaling", "window"), context, 256, 256))
-    assert torch.equal(windowed.kinds[1].inv_freq, own / 2) and windowed.kinds[1].window == 64
-    assert windowed.kinds[0] == NO_CHANGE and windowed.factor == 2
-    ntk4 = override(trained, resolve(yaml_values("scaling", "pi"), context, 256, 256))
-    assert torch.equal(ntk4.kinds[1].inv_freq, own / 4) and ntk4.kinds[0] == NO_CHANGE
+    assert torch.equal(windowed.kinds[1].inv_freq, trained.kinds[1].inv_freq) and windowed.kinds[1].window == 64
+    assert windowed.kinds[0] == NO_CHANGE and windowed.factor == 2 and windowed.attention_factor > 1
+    pi = override(trained, resolve(yaml_values("scaling", "pi"), context, 256, 256))
+    assert torch.equal(pi.kinds[1].inv_freq, own / 4) and pi.kinds[0] == NO_CHANGE
+    assert pi.kinds[1].attention_factor == pi.attention_factor == 1 and pi.factor == 4
 
 
 # ---- decoding ----
@@ -384,6 +385,14 @@ def test_cached_decoding_equals_a_full_forward(name, method):
                 assert (got - model(tokens[:, :n], change=change_at(n))[:, -1]).abs().max() < 1e-5
     except NotApplicable:
         assert (name, method) in {("swan", "dynamic_ntk"), *((("window_only", m)) for m in ("dynamic_ntk", "logn"))}
+
+
+def test_a_change_of_one_kind_of_layer_makes_a_cache_stale():
+    def of_kinds(scale: float) -> ContextChange:
+        return ContextChange(kinds=(NO_CHANGE, ContextChange(inv_freq=frequencies(scale))))
+
+    assert same_change(of_kinds(500.0), of_kinds(500.0))
+    assert not same_change(of_kinds(500.0), of_kinds(501.0)) and not same_change(of_kinds(500.0), NO_CHANGE)
 
 
 # ---- settings ----

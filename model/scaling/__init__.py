@@ -34,9 +34,8 @@ class TrainedContext:
     frequencies: Tensor | None  # float64 [rotary_dim / 2], or None if the encoding does not rotate
     attention: str = "softmax"
     extended_ctx: int = 0  # the context after fine-tuning to a longer one; 0: not fine-tuned
-    kinds: tuple[
-        "TrainedContext", ...
-    ] = ()  # of a layer schedule: a KindContext (model/layers.py) of each kind of layer
+    # Of a layer schedule: a KindContext (model/layers.py) of each kind of layer
+    kinds: tuple["TrainedContext", ...] = ()
 
     @property
     def longest_trained_ctx(self) -> int:
@@ -63,8 +62,8 @@ class ContextChange:
     logn: int | None = None  # L: a query at position m is multiplied by max(1, ln(m + 1) / ln L)
     clip: int | None = None  # w: a key at distance r >= w is rotated as if at w + (r - w) / leak
     leak: float = math.inf  # distances above w grow 1 / leak times as fast; inf: they are all rotated as w
-    # Of a layer schedule: the change of each kind of layer. The other fields are then for logs; no layer sees more than
-    # `window` and `sinks`.
+    # Of a layer schedule: the change of each kind of layer. The other fields then describe the model as a whole, for
+    # logs; no layer sees more than `window` and `sinks`.
     kinds: tuple["ContextChange", ...] = ()
 
     def overrides(self) -> dict:
