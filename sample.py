@@ -28,11 +28,12 @@ from torch import Tensor
 from conf.errors import UserError
 from conf.eval_schema import TrainedRunConfig
 from conf.hydra_patches import exp_selects_runs, run_main, sweep_job
-from conf.registry import ROOT, describe
+from conf.registry import ROOT
 from conf.schema import SEED, Rule, at_least, check_rules, name_list, one_of, to_object
 from data.corpus import Corpus
 from engine import device as devices
 from engine.run import Run, check_fits
+from model import gpt
 from model.decode import Decoder
 
 TEMPERATURE = Rule(lambda x: x == 0 or x >= 0.001, "0 or at least 0.001")  # logits are divided by it, in float32
@@ -113,8 +114,8 @@ def sample(cfg: SampleConfig) -> None:
     start = encoding.encode_ordinary(cfg.prompt) or [encoding.eot_token]
     longest = len(start) + cfg.tokens
     check_fits(run.cfg, run.model.pos, longest, cfg.scalings)
-    pos = describe("pos", run.cfg.pos)
-    print(f"run: {run.name} ({run.reason}): pos={pos}, trained at ctx {run.cfg.ctx}", file=sys.stderr)
+    encoding_text = gpt.describe_encoding(run.cfg)
+    print(f"run: {run.name} ({run.reason}): {encoding_text}, trained at ctx {run.cfg.ctx}", file=sys.stderr)
 
     # ---- generate: each token is printed as it comes ----
     decoder = Decoder(run.model, lambda n: run.change(cfg.scalings, n, longest), cfg.decode)

@@ -94,7 +94,7 @@ def train(cfg: TrainConfig) -> None:
     with torch.device("meta" if cfg.shard and distributed.rank() else "cpu"):  # rank 0 gives the others their shards
         model = gpt.build(cfg, corpus.vocab_size)
     if parent and not model.head.weight.is_meta:
-        model.load_state_dict(parent["model"])
+        finetune.load_weights(model, parent["model"], cfg)
     if cfg.recompute:
         from engine.recompute import recompute_blocks
 
@@ -215,9 +215,16 @@ def count_micro_batches(rows: int, cfg: TrainConfig) -> int:
 def training_batches(
     cfg: TrainConfig, corpus: corpora.Corpus, step: int, local: slice, device: torch.device
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """This rank's micro-batches: windows, int64 [rows, ctx + 1], and their positions [rows, ctx], or None: in order."""
+    """This rank's micro-batches: windows, int64 [rows, ctx + 1], and their positions [rows, ctx], or None: in order.
+
+    With ctx_start= the windows are shorter and more at first (data/row_length.py).
+    """
     rows, count = cfg.batch_tokens // cfg.ctx, count_micro_batches(local.stop - local.start, cfg)
     windows = batch(corpus.train, step, seed=cfg.seed, size=rows, ctx=cfg.ctx)[local]
+    if cfg.ctx_start:
+        from data.row_length import cut_rows, row_length
+
+        windows = cut_rows(windows, row_length(step, cfg.steps, cfg.ctx, cfg.ctx_start, cfg.ctx_full_at))
 
     def pieces(x: Tensor) -> tuple[Tensor, ...]:
         # From pinned memory to a GPU, or the copy would wait for the steps before it
@@ -272,7 +279,7 @@ def print_start(cfg: TrainConfig, folder: Path, model: gpt.GPT, device: torch.de
     processes = f", {distributed.world()} processes" if distributed.world() > 1 else ""
     resumed = f", resumed at step {start}" if start else ""
     print(
-        f"{folder}: {model.n_parameters() / 1e6:.2f}M parameters, pos={describe('pos', cfg.pos)}, ctx {cfg.ctx}, "
+        f"{folder}: {model.n_parameters() / 1e6:.2f}M parameters, {gpt.describe_encoding(cfg)}, ctx {cfg.ctx}, "
         f"vocabulary {model.head.out_features}, {cfg.steps} steps of {cfg.batch_tokens} tokens "
         f"on {device.type}{processes}{resumed}"
     )

@@ -101,7 +101,9 @@ def setting_names(config: str) -> list[str]:
     """The names of all settings of a command, those of the default choices of its groups included."""
     names = [name for name in yaml_values("", config) if name not in ("defaults", "hydra")]
     for group, choice in chosen(config).items():
-        keys = dict.fromkeys([*(yaml_values(group, choice) if choice else ()), *typed_settings(group)])
+        values = yaml_values(group, choice) if choice else {}
+        nested = [f"{key}.{inner}" for key, value in values.items() if isinstance(value, dict) for inner in value]
+        keys = dict.fromkeys([*values, *nested, *typed_settings(group)])
         names += [group, *(f"{group}.{key}" for key in keys)]
     return names
 

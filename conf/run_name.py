@@ -20,8 +20,10 @@ def default_name(c: TrainConfig) -> str:
     groups, settings = [], []
     for override in sorted(typing.cast(list, OmegaConf.to_container(hydra.overrides.task))):  # as typed, with ${...}
         key, _, value = override.lstrip("+~").partition("=")
-        if key in ("model", "data", "optim", "exp", "scaling", "attention", "positions"):
+        if key in ("model", "data", "optim", "exp", "scaling", "attention", "positions", "layers"):
             groups.append(value)
+        elif key == "pos" and c.init:  # the parent's name comes first
+            groups.append(f"to-{value}")
         elif key not in ("pos", "init", *RUN_CONTROL):
             settings.append(key.rpartition(".")[2] + value)
     name = "-".join([c.init or hydra.runtime.choices["pos"], *groups, *settings])

@@ -160,6 +160,7 @@ class TrainConfig(CommonConfig):
     optim: OptimConfig = field(default_factory=OptimConfig)
     pos: Annotated[dict[str, Any], CHOSEN] = field(default_factory=dict)
     data: Annotated[dict[str, Any], CHOSEN] = field(default_factory=dict)
+    layers: dict[str, Any] = field(default_factory=dict)  # resolved by conf/layer_schedule.py; {}: uniform
     exp: str = ""
     attention: Annotated[str, one_of("softmax", "linear")] = "softmax"
     init: str | None = None  # a trained run or a foreign checkpoint whose weights this one starts from
@@ -169,6 +170,8 @@ class TrainConfig(CommonConfig):
     ctx: Annotated[int, at_least(1)] = MISSING
     positions: Annotated[str, one_of("ordered", "random", "pose")] = "ordered"
     longest: int | None = None  # with positions=random or pose: positions are drawn from 0 .. longest - 1
+    ctx_start: Annotated[int | None, at_least(1)] = None
+    ctx_full_at: Annotated[float, SHARE] = 0.6
     batch_tokens: Annotated[int, at_least(1)] = MISSING
     micro_tokens: Annotated[int, at_least(1)] = MISSING
     steps: Annotated[int, at_least(1)] = MISSING
@@ -215,6 +218,9 @@ def train_config(cfg: DictConfig) -> TrainConfig:
     if c.positions != "ordered":
         c.longest = c.longest or 8 * c.ctx
         check(c.longest >= c.ctx, "longest", c.longest, f"at least ctx={c.ctx}")
+    if c.ctx_start:
+        check(c.ctx % c.ctx_start == 0, "ctx_start", c.ctx_start, f"null or a divisor of ctx={c.ctx}")
+        check(c.positions == "ordered", "ctx_start", c.ctx_start, f"null with positions={c.positions}")
     c.plus = name_list(c.plus, "plus", "scaling")
     m, d = c.model, c.data
     ok = m.width % m.n_heads == 0 or m.head_dim is not None
@@ -225,6 +231,10 @@ def train_config(cfg: DictConfig) -> TrainConfig:
     check(not (m.tied_head and m.head_bias), "model.head_bias", m.head_bias, "false with model.tied_head")
     for key, rule in DATA_RULES.items():
         check(rule.holds(d.get(key)), f"data.{key}", d.get(key), rule.text)
+    if c.layers and not c.init:  # with init=RUN they depend on that run: engine/finetune.py
+        from conf.layer_schedule import resolve_layers
+
+        c.layers = resolve_layers(c)
     return c
 
 

@@ -1,4 +1,4 @@
-"""init=RUN: start from a trained run's weights, with its model, encoding and corpus."""
+"""init=RUN: start from a trained run's weights, with its model and corpus, and its encoding or another one."""
 
 import re
 import typing
@@ -7,22 +7,25 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
+from torch import Tensor
 
-from conf.errors import UserError
-from conf.registry import describe as describe_knobs
+from conf.errors import UserError, check
+from conf.registry import describe as describe_knobs, yaml_name
 from conf.schema import TrainConfig
 from engine import checkpoint
 from engine.newest_run import known_runs
+from model import gpt
 from model.scaling import TrainedContext
 
 
 def inherit(cfg: TrainConfig) -> dict[str, Any]:
-    """Copy the parent run's model, pos, data and attention settings into cfg, and record the parent in it.
+    """Copy the parent run's model, data and attention settings into cfg, and record the parent in it.
 
-    Returns the parent's checkpoint. UserError if there is no such run, or if a setting that it fixes was given.
+    So are pos and layers, as far as the command line does not change them. Returns the parent's checkpoint. UserError
+    if there is no such run, or if a setting that it fixes was given.
     """
     assert cfg.init is not None and cfg.name is not None
-    refuse_overrides(cfg, "model", "pos", "data", "attention")
+    refuse_overrides(cfg, "model", "data", "attention")
     parent = Path(cfg.runs) / cfg.init
     if parent == Path(cfg.runs) / cfg.name:
         raise UserError(f"init={cfg.init}: the new run needs another name: name=NEW")
@@ -30,18 +33,92 @@ def inherit(cfg: TrainConfig) -> dict[str, Any]:
         raise UserError(f"init={cfg.init}: no trained run of that name in {cfg.runs}/: {known_runs(cfg.runs)}")
     state = checkpoint.load(parent)
     old: TrainConfig = state["cfg"]
-    cfg.model, cfg.pos, cfg.data, cfg.attention = old.model, old.pos, old.data, old.attention
+    cfg.model, cfg.data, cfg.attention = old.model, old.data, old.attention
     pretrained = old.pretrained or {"ctx": old.ctx, "tokens": state["step"] * old.batch_tokens}
     cfg.pretrained = {**pretrained, "run": cfg.init, "weights": checkpoint.digest(parent)}
+    choose_encoding(cfg, old)
     return state
+
+
+def overrides() -> list[str]:
+    """The settings on the command line, without the signs + and ~."""
+    return [o.lstrip("+~") for o in typing.cast(list, OmegaConf.to_container(HydraConfig.get().overrides.task))]
 
 
 def refuse_overrides(cfg: TrainConfig, *keys: str) -> None:
     """UserError if one of these settings or groups, which the parent fixes, is on the command line."""
-    overrides = [o.lstrip("+~") for o in typing.cast(list, OmegaConf.to_container(HydraConfig.get().overrides.task))]
     for key in keys:
-        if fixed := [o for o in overrides if re.match(rf"{key}[.=]", o)]:
+        if fixed := [o for o in overrides() if re.match(rf"{key}[.=]", o)]:
             raise UserError(f"init={cfg.init}: {fixed[0]} cannot be chosen, it comes from that run")
+
+
+# ---- another encoding than the parent's ----
+
+
+def choose_encoding(cfg: TrainConfig, old: TrainConfig) -> None:
+    """Set cfg.pos and cfg.layers to those of the parent, as far as the command line does not change them.
+
+    pos=NAME replaces the encoding, pos.KNOB=VALUE a knob of the parent's, layers=NAME the layer schedule. A change is
+    recorded in cfg.pretrained. UserError for a change after which the weights would be of no use.
+    """
+    given = {o.partition("=")[0] for o in overrides()}
+    if "pos" not in given:
+        knobs = {key.removeprefix("pos."): cfg.pos[key.removeprefix("pos.")] for key in given if key.startswith("pos.")}
+        for knob, value in knobs.items():
+            right = f"left out: pos={yaml_name('pos', old.pos)} of {cfg.init} has no {knob}"
+            check(knob in old.pos, f"pos.{knob}", value, right)
+        cfg.pos = {**old.pos, **knobs}
+    if "layers" not in given:
+        cfg.layers = old.layers
+    elif cfg.layers:
+        from conf.layer_schedule import resolve_layers
+
+        cfg.layers = resolve_layers(cfg)
+    before, now = encodings_of(old), encodings_of(cfg)
+    pairs = {knobs["interleaved"] for knobs in before + now if "interleaved" in knobs}
+    if len(pairs) > 1:
+        right = "as the weights were trained: other dimensions would be rotated together"
+        check(False, "pos.interleaved", str(cfg.pos.get("interleaved")).lower(), right)
+    cfg.pretrained.pop("encoding", None)  # of an earlier change
+    if (cfg.pos, cfg.layers) != (old.pos, old.layers):
+        cfg.pretrained["encoding"] = gpt.describe_encoding(old)
+    rotary = [knobs for knobs in now if "base" in knobs]
+    if now != before and not (rotary and all(knobs in before for knobs in rotary)):
+        cfg.pretrained["ctx"] = cfg.ctx  # at which the new frequencies are trained
+
+
+def encodings_of(cfg: TrainConfig) -> list[dict[str, Any]]:
+    """The knobs of the encoding of each kind of layer."""
+    kinds = [kind for kind in cfg.layers.values() if isinstance(kind, dict)]
+    return [kind["pos"] or cfg.pos for kind in kinds] or [cfg.pos]
+
+
+def load_weights(model: gpt.GPT, weights: dict[str, Tensor], cfg: TrainConfig) -> None:
+    """Load the parent's weights into a new model. If its encoding is another, print what is kept, dropped and new.
+
+    Then all weights are kept but those of an encoding that the new model lacks, or that have another shape in it.
+    """
+    if "encoding" not in cfg.pretrained:
+        model.load_state_dict(weights)
+        return
+    own = model.state_dict()
+    found = {without_schedule(name): x for name, x in weights.items()}
+    kept = {name: x for name in own if (x := found.get(without_schedule(name))) is not None}
+    kept = {name: x for name, x in kept.items() if x.shape == own[name].shape}
+    model.load_state_dict(own | kept)
+    new = ", ".join(name for name in own if name not in kept) or "nothing"
+    used = set(map(without_schedule, kept))
+    dropped = ", ".join(name for name in found if name not in used) or "nothing"
+    change = f"{cfg.pretrained['encoding']} -> {gpt.describe_encoding(cfg)}"
+    print(f"{change}: kept {len(kept)} tensors; dropped: {dropped}; newly initialised: {new}")
+
+
+def without_schedule(name: str) -> str:
+    """The name of a weight in a model without a layer schedule, which has the encoding of pos= among others."""
+    return name.replace("pos.encodings.0.", "pos.")
+
+
+# ---- output ----
 
 
 def describe(cfg: TrainConfig, factor: float) -> str:
@@ -51,14 +128,18 @@ def describe(cfg: TrainConfig, factor: float) -> str:
     """
     name = cfg.init if ":" in (cfg.init or "") else f"{cfg.runs}/{cfg.init}"
     parent, tokens, scaling = cfg.pretrained, cfg.pretrained["tokens"], describe_knobs("scaling", cfg.scaling)
+    before = f"with {parent['encoding']}" if "encoding" in parent else f"at ctx {parent['ctx']}"
     return (
-        f"from {name}: pre-trained at ctx {parent['ctx']}{f' on {tokens:,} tokens' if tokens else ''}; "
+        f"from {name}: pre-trained {before}{f' on {tokens:,} tokens' if tokens else ''}; "
         f"this run: ctx {cfg.ctx}, scaling={scaling} (factor {factor:g}), {describe_cost(cfg)}"
     )
 
 
 def describe_extension(cfg: TrainConfig, context: TrainedContext) -> str:
     """For the start of an evaluation: at which contexts this run was pre-trained and fine-tuned."""
+    if "encoding" in cfg.pretrained:
+        before = f"{cfg.pretrained['run']}, with {cfg.pretrained['encoding']}"
+        return f"pre-trained as {before}; then changed and trained at ctx {cfg.ctx}"
     extended, scaling = context.longest_trained_ctx, describe_knobs("scaling", cfg.scaling)
     how = f"extended to {extended} by" if cfg.ctx > context.train_ctx else f"then fine-tuned at ctx {cfg.ctx} with"
     return (

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from conf.errors import UserError
-from conf.registry import describe, yaml_name
+from conf.registry import yaml_name
 from conf.schema import TrainConfig
 from data import corpus as corpora
 from data.corpus import HeldOut
@@ -91,7 +91,7 @@ class Run:
         """One or two lines about this run, for the start of a command."""
         unfinished = "" if self.step == self.cfg.steps else f" of {self.cfg.steps}, unfinished"
         progress = f", step {self.step}{unfinished}" if self.step else ""
-        lines = f"run: {self.name} ({self.reason}): pos={describe('pos', self.cfg.pos)}, "
+        lines = f"run: {self.name} ({self.reason}): {gpt.describe_encoding(self.cfg)}, "
         lines += f"trained at ctx {self.cfg.ctx}{progress}"
         if self.cfg.init:
             from engine.finetune import describe_extension

@@ -10,10 +10,10 @@ from typing import Any
 
 import wandb
 
-from conf.registry import describe
 from conf.schema import TrainConfig
 from engine import checkpoint, wandb_runs
 from engine.tracking import TrainingLog
+from model import gpt
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def open_log(cfg: TrainConfig, folder: Path, start: int, measured: dict[str, Any
 
 def run_config(name: str, cfg: TrainConfig) -> dict[str, Any]:
     """The part of the config that a training and its evaluations have in common, so that both can be grouped by it."""
-    return {**asdict(cfg), "run": name, "encoding": describe("pos", cfg.pos)}
+    return {**asdict(cfg), "run": name, "encoding": gpt.describe_encoding(cfg).removeprefix("pos=")}
 
 
 def training_id(folder: Path, start: int) -> str:

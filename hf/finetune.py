@@ -4,7 +4,7 @@ from typing import Any
 
 from conf.errors import UserError
 from conf.schema import TrainConfig
-from engine.finetune import refuse_overrides
+from engine.finetune import choose_encoding, refuse_overrides
 from hf.open import open_checkpoint
 from hf.pretrained import TOKENS
 from hf.read import read_checkpoint
@@ -14,12 +14,14 @@ from hf.rope_types import UnknownContext
 def inherit(cfg: TrainConfig) -> dict[str, Any]:
     """Copy the checkpoint's model and pos settings and its tokenizer into cfg, and record the checkpoint in it.
 
+    The command line may choose another encoding (engine/finetune.py, `choose_encoding`).
+
     The corpus is the one that the command line chooses, in tokens of the checkpoint. Returns the weights and the
     tokenizer, under the keys of a checkpoint of ours. UserError as in hf.open, and for settings that the checkpoint
     fixes.
     """
     assert cfg.init is not None
-    refuse_overrides(cfg, "model", "pos", "attention", r"data\.tokenizer", r"data\.vocab_size")
+    refuse_overrides(cfg, "model", "attention", r"data\.tokenizer", r"data\.vocab_size")
     source = open_checkpoint(cfg.init, "init")
     try:  # copies: weights, gradients and AdamW's two averages
         theirs, weights, vocab_size = read_checkpoint(source, cfg.ctx, copies=4)
@@ -28,8 +30,9 @@ def inherit(cfg: TrainConfig) -> dict[str, Any]:
         raise UserError(f"init={cfg.init}: {reason}") from None
     if theirs.scaling["kind"] != "none":
         raise UserError(f"init={cfg.init}: its config has scaling={theirs.scaling['kind']}, which cannot be continued")
-    cfg.model, cfg.pos, cfg.attention = theirs.model, theirs.pos, "softmax"
+    cfg.model, cfg.attention = theirs.model, "softmax"
     cfg.data = {**cfg.data, "tokenizer": "checkpoint", "vocab_size": vocab_size}
     digest = source.digest({})
     cfg.pretrained = {"ctx": theirs.ctx, "tokens": TOKENS.get(source.name, 0), "run": cfg.init, "weights": digest}
+    choose_encoding(cfg, theirs)
     return {"model": weights, "corpus": None, "tokenizer": source.tokenizer().to_str()}

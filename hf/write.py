@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.errors import UserError, file_errors
+from conf.layer_schedule import describe_layers
 from conf.registry import describe
 from conf.schema import ModelConfig, TrainConfig
 from data.checkpoint_tokenizer import byte_letters
@@ -38,6 +39,8 @@ def write_checkpoint(run: Run, out: Path) -> str:
         raise UserError(f"out={out}: is there already: choose another or remove it")
     assert isinstance(run.corpus, Corpus)  # our own runs have one
     cfg, encoding = run.cfg, run.corpus.encoding
+    if cfg.layers:
+        raise UserError(f"layers={describe_layers(cfg)}: cannot be exported: only layers=uniform can")
     model_type = architecture(cfg.model)
     rope = rope_parameters(cfg, run.trained_scaling(cfg.ctx), run.context.train_ctx)
     end, V = encoding.eot_token, encoding.n_vocab

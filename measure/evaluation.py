@@ -220,7 +220,7 @@ class Evaluation:
 
     def changes_nothing(self, change: ContextChange, n: int) -> bool:
         """Whether the model computes the same as without scaling at length n, as most methods do up to L."""
-        return len({c.effect(n, self.run.context.frequencies) for c in (change, self.change(NONE, n))}) == 1
+        return len({c.effect(n, self.run.context) for c in (change, self.change(NONE, n))}) == 1
 
     def row(
         self, method: Method, n: int, change: ContextChange, measured: list[tuple[Piece, np.ndarray]],

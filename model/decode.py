@@ -14,7 +14,9 @@ from model.scaling import ContextChange
 
 def same_change(a: ContextChange, b: ContextChange) -> bool:
     """Whether the model computes the same under both (the factor is only for logs)."""
-    x, y = ({k: v for k, v in change.overrides().items() if k != "factor"} for change in (a, b))
+    if len(a.kinds) != len(b.kinds) or not all(map(same_change, a.kinds, b.kinds)):
+        return False
+    x, y = ({k: v for k, v in change.overrides().items() if k not in ("factor", "kinds")} for change in (a, b))
     if x.keys() != y.keys():
         return False
     return all(torch.equal(v, y[k]) if isinstance(v, Tensor) else v == y[k] for k, v in x.items())

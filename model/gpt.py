@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from conf.errors import UserError
-from conf.registry import yaml_name
+from conf.registry import describe, yaml_name
 from conf.schema import ModelConfig, TrainConfig
 from model import pos as encodings
 from model.attention import Attention
@@ -151,9 +151,9 @@ class GPT(nn.Module):
             change = replace(change, attention_factor=1.0)
         # Embeddings that are stored in bfloat16 are the only bfloat16 in the sum of all layers
         x = self.pos.embed(self.tokens(tokens).to(self.norm.weight.dtype), positions[..., past:])
-        prepared = self.pos.prepare(positions, change)
-        for i, block in enumerate(self.blocks, 1):
-            x = block(x, self.pos, positions, prepared, change, cache, last if i == len(self.blocks) else None)
+        layers = self.pos.prepare_layers(len(self.blocks), positions, change)
+        for i, (block, (pos, prepared, its_change)) in enumerate(zip(self.blocks, layers, strict=True), 1):
+            x = block(x, pos, positions, prepared, its_change, cache, last if i == len(self.blocks) else None)
         if cache is not None:
             cache.tokens += tokens.shape[1]
         return x
@@ -200,7 +200,11 @@ class GPT(nn.Module):
 def build_encoding(cfg: TrainConfig) -> Encoding:
     """The positional encoding of a run with these settings. UserError if it does not fit the other settings."""
     m = cfg.model
-    encoding = encodings.build(cfg.pos, Shape(m.width, m.n_heads, m.head_width, cfg.ctx))
+    encoding = encodings.build(cfg.pos, shape := Shape(m.width, m.n_heads, m.head_width, cfg.ctx))
+    if cfg.layers:
+        from model.layers import LayerSchedule
+
+        encoding = LayerSchedule(shape, encoding, cfg)
     if cfg.attention == "linear" and m.qk_norm:
         raise UserError("model.qk_norm=True: attention=linear has no use for it")
     if cfg.attention == "linear" and encoding.has_bias:
@@ -231,7 +235,22 @@ def trained_context(cfg: TrainConfig, encoding: Encoding) -> TrainedContext:
     """
     L = cfg.pretrained.get("ctx", cfg.ctx)
     name, extended = yaml_name("pos", cfg.pos), cfg.ctx if cfg.init else 0
-    return TrainedContext(name, L, encoding.inv_freq, cfg.attention, extended_ctx=extended)
+    context = TrainedContext(name, L, encoding.inv_freq, cfg.attention, extended_ctx=extended)
+    if cfg.layers:
+        from model.layers import with_kinds
+
+        return with_kinds(context, encoding, cfg)
+    return context
+
+
+def describe_encoding(cfg: TrainConfig) -> str:
+    """`pos=rope base=500.0`, and the layer schedule if the run has one."""
+    text = f"pos={describe('pos', cfg.pos)}"
+    if cfg.layers:
+        from conf.layer_schedule import describe_layers
+
+        text += f", layers={describe_layers(cfg)}"
+    return text
 
 
 def trained_scaling(cfg: TrainConfig, context: TrainedContext, n: int | None = None) -> ContextChange:

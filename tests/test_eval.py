@@ -38,7 +38,7 @@ from measure.tasks.matched import NEAR, Matched
 from measure.tasks.prefix import Prefix
 from measure.tasks.sliding import Sliding
 from model import gpt, spectrum
-from model.scaling import NO_CHANGE, ContextChange, override, resolve
+from model.scaling import NO_CHANGE, ContextChange, TrainedContext, override, resolve
 from tests.helpers import (
     ROOT,
     StubModel,
@@ -503,10 +503,11 @@ def test_methods_that_change_nothing_at_a_length_are_not_measured_there(tmp_path
 def test_two_changes_have_the_same_effect_where_the_logits_are_equal(a, b, n, equal):
     """The rule against the model itself."""
     own, changes = spectrum.frequencies(8, 10000.0), [ContextChange(**a), ContextChange(**b)]
-    first, second = (change.effect(n, own) for change in changes)
+    run = TrainedContext("rope", 64, own)
+    first, second = (change.effect(n, run) for change in changes)
     assert (first == second) == equal
-    assert ContextChange(inv_freq=own).effect(n, own) == ContextChange().effect(n, own)
-    assert ContextChange(inv_freq=own / 2).effect(n, own) != ContextChange().effect(n, own)
+    assert ContextChange(inv_freq=own).effect(n, run) == ContextChange().effect(n, run)
+    assert ContextChange(inv_freq=own / 2).effect(n, run) != ContextChange().effect(n, run)
     model, tokens = model_of("rope"), random_tokens(1, n)
     with torch.no_grad():
         same = torch.equal(*(model(tokens, change=change) for change in changes))

@@ -190,6 +190,8 @@ def test_a_run_that_starts_from_a_checkpoint_is_one_of_ours(tmp_path, monkeypatc
     run_train("init=gguf:model.gguf", "name=tuned", "ctx=128", "scaling=pi", *TEXT, *SHORT, "optim.lr=1e-12")
     out = capsys.readouterr().out
     assert "from gguf:model.gguf: pre-trained at ctx 64; this run: ctx 128, scaling=pi (factor 2), 256 tokens" in out
+    run_train("init=gguf:model.gguf", "name=drope", "pos=none", *TEXT, *SHORT, "optim.lr=1e-12")  # another encoding
+    assert "-> pos=none: kept" in capsys.readouterr().out and Run.open("drope", runs="runs", cache=".cache")
     cfg, weights, _ = read_checkpoint(before, 128)
     (tmp_path / "model.gguf").unlink()
     shutil.rmtree(".cache")
@@ -214,8 +216,8 @@ def test_a_run_that_starts_from_a_checkpoint_is_one_of_ours(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["pos.base=5"], r"init=gguf:model\.gguf: pos\.base=5 cannot be chosen, it comes from that run"),
-    (["model.width=8"], r"model\.width=8 cannot be chosen"),
+    (["model.width=8"], r"init=gguf:model\.gguf: model\.width=8 cannot be chosen, it comes from that run"),
+    (["attention=linear"], r"attention=linear cannot be chosen"),
     (["data.tokenizer=bytes"], r"data\.tokenizer=bytes cannot be chosen"),
 ])  # fmt: skip
 def test_what_a_checkpoint_fixes_cannot_be_chosen(arguments, message, tmp_path, monkeypatch):

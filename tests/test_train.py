@@ -335,7 +335,6 @@ def test_what_init_refuses(here):
         run_train("init=nobody", "name=x")
     run_train("steps=1", "pos=learned", "name=table")
     for argv, right in [
-        (["pos=alibi"], r"init=table: pos=alibi cannot be chosen, it comes from that run"),
         (["model.width=32"], r"init=table: model\.width=32 cannot be chosen"),
         (["data=text"], r"init=table: data=text cannot be chosen"),
         (["name=table"], r"init=table: the new run needs another name: name=NEW"),

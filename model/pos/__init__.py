@@ -66,6 +66,12 @@ class Encoding(nn.Module):
         """
         return None
 
+    def prepare_layers(
+        self, n_layers: int, positions: Tensor, change: ContextChange
+    ) -> list[tuple["Encoding", Any, ContextChange]]:
+        """The encoding of each layer, what its `prepare` returns, and its change. A layer schedule overrides this."""
+        return [(self, self.prepare(positions, change), change)] * n_layers
+
     def rotate(self, q: Tensor, k: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
         """Rotate queries [B, T, H, D] and keys [B, T, G, D] by their positions -> the same shapes and dtype.
 

@@ -34,6 +34,8 @@ class TrainedContext:
     frequencies: Tensor | None  # float64 [rotary_dim / 2], or None if the encoding does not rotate
     attention: str = "softmax"
     extended_ctx: int = 0  # the context after fine-tuning to a longer one; 0: not fine-tuned
+    # Of a layer schedule: a KindContext (model/layers.py) of each kind of layer
+    kinds: tuple["TrainedContext", ...] = ()
 
     @property
     def longest_trained_ctx(self) -> int:
@@ -60,16 +62,21 @@ class ContextChange:
     logn: int | None = None  # L: a query at position m is multiplied by max(1, ln(m + 1) / ln L)
     clip: int | None = None  # w: a key at distance r >= w is rotated as if at w + (r - w) / leak
     leak: float = math.inf  # distances above w grow 1 / leak times as fast; inf: they are all rotated as w
+    # Of a layer schedule: the change of each kind of layer. The other fields then describe the model as a whole, for
+    # logs; no layer sees more than `window` and `sinks`.
+    kinds: tuple["ContextChange", ...] = ()
 
     def overrides(self) -> dict:
         """The fields that this changes. A value that equals the default counts as unchanged, a tensor as changed."""
         values = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
         return {k: v for k, (v, default) in values.items() if isinstance(v, Tensor) or v != default}
 
-    def effect(self, n: int, inv_freq: Tensor | None) -> tuple:
-        """What this changes for n tokens: equal for two changes with equal results. inv_freq: the model's own."""
+    def effect(self, n: int, trained: TrainedContext) -> tuple:
+        """What this changes for n tokens: equal for two changes with equal results. trained: the run's."""
+        if self.kinds:
+            return tuple(change.effect(n, kind) for change, kind in zip(self.kinds, trained.kinds, strict=True))
         window, clip, logn = (x if x is not None and x < n else None for x in (self.window, self.clip, self.logn))
-        inv_freq = inv_freq if self.inv_freq is None else self.inv_freq
+        inv_freq = trained.frequencies if self.inv_freq is None else self.inv_freq
         frequencies = None if inv_freq is None else tuple(inv_freq.tolist())
         return frequencies, self.attention_factor, window, window and self.sinks, logn, clip, clip and self.leak
 
@@ -89,7 +96,8 @@ def override(trained: ContextChange, requested: ContextChange) -> ContextChange:
     """
     if requested.inv_freq is not None:
         trained = replace(trained, inv_freq=None, attention_factor=1.0, factor=1.0)
-    return replace(trained, **requested.overrides())
+    kinds = tuple(map(override, trained.kinds, requested.kinds))
+    return replace(trained, **{**requested.overrides(), "kinds": kinds})
 
 
 def resolve(knobs: dict, trained: TrainedContext, n: int, ctx: int, plus: Sequence[dict] = ()) -> ContextChange:
@@ -99,6 +107,10 @@ def resolve(knobs: dict, trained: TrainedContext, n: int, ctx: int, plus: Sequen
     deployed model, whose factor cannot follow the length), and a number is used as it is. ctx: the longest length of
     the evaluation, tokens. plus: the knobs of methods to combine with. NotApplicable if a method does not fit the run.
     """
+    if trained.kinds:
+        from model.layers import resolve_kinds
+
+        return resolve_kinds((knobs, *plus), trained, n, ctx)
     if plus:
         from model.combination import combine
 
