@@ -19,7 +19,8 @@ from conf.schema import ModelConfig
 from model.pos import Encoding
 from model.scaling import ContextChange
 
-if TYPE_CHECKING:  # only decoding needs it
+if TYPE_CHECKING:  # only decoding needs the one, and encodings that see content the other
+    from model.content_bias import ContentBias
     from model.decode import Cache
 
 QUERY_BLOCK = 512  # queries that are processed together where a mask is needed, so that no mask has T x T numbers
@@ -43,8 +44,11 @@ class Heads:
 class Attention(nn.Module):
     """A causal self-attention layer: projections, QK-norm, rotation, attention, output projection."""
 
-    def __init__(self, cfg: ModelConfig, linear: bool):
-        """linear: linear attention (model/linear_attention.py) in place of softmax."""
+    def __init__(self, cfg: ModelConfig, linear: bool, content: nn.Module | None = None):
+        """linear: linear attention (model/linear_attention.py) in place of softmax.
+
+        content: of an encoding that sees content, the module that attends in this layer (Encoding.layer_module).
+        """
         super().__init__()
         self.H, self.G, self.D, self.linear_attention = cfg.n_heads, cfg.kv_heads, cfg.head_width, None
         if linear:
@@ -58,6 +62,7 @@ class Attention(nn.Module):
             self.qk_norms = QKNorms(cfg)
         self.qkv = nn.Linear(cfg.width, (self.H + 2 * self.G) * self.D, bias=cfg.qkv_bias)
         self.out = nn.Linear(self.H * self.D, cfg.width, bias=cfg.out_bias)
+        self.content = content
 
     def forward(
         self, x: Tensor, pos: Encoding, positions: Tensor, prepared: Any, change: ContextChange,
@@ -78,7 +83,10 @@ class Attention(nn.Module):
             y = self.linear_attention(*self.split(qkv), lambda q, k: pos.rotate(q, k, prepared), change.window)
             return self.out(y[:, -S:].flatten(2))
         heads = self.rotated_heads(qkv, S, pos, positions, prepared, change)
-        y = attend(heads, pos, positions, change)  # [B, H, S, D]
+        if self.content is None:
+            y = attend(heads, pos, positions, change)  # [B, H, S, D]
+        else:
+            y = self.content(x, heads, pos, positions, change, cache)
         return self.out(y.transpose(1, 2).flatten(2))
 
     def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
@@ -114,7 +122,7 @@ def repeat_heads(x: Tensor, H: int) -> Tensor:
     return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1)
 
 
-def attend(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange) -> Tensor:
+def attend(heads: Heads, pos: "Encoding | ContentBias", positions: Tensor, change: ContextChange) -> Tensor:
     """Causal attention of the last S tokens to all T -> [B, H, S, D], with memory linear in T.
 
     Chooses the implementation. Causal mask, window and clip compare indices in the sequence; the encoding's bias is
@@ -140,7 +148,9 @@ def attend(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange
     return attend_blocks(heads, pos, positions, change, window)
 
 
-def attend_unfused(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, window: int | None) -> Tensor:
+def attend_unfused(
+    heads: Heads, pos: "Encoding | ContentBias", positions: Tensor, change: ContextChange, window: int | None
+) -> Tensor:
     """Attention as plain matrix products and a softmax, for at most QUERY_BLOCK tokens -> [B, H, T, D].
 
     It slices no tensor: for slices, Inductor of torch 2.13 compiles a backward pass on a CPU that returns NaN. With a
@@ -151,7 +161,9 @@ def attend_unfused(heads: Heads, pos: Encoding, positions: Tensor, change: Conte
     return scores.softmax(-1).to(heads.v.dtype) @ heads.v
 
 
-def attend_blocks(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, window: int | None) -> Tensor:
+def attend_blocks(
+    heads: Heads, pos: "Encoding | ContentBias", positions: Tensor, change: ContextChange, window: int | None
+) -> Tensor:
     """Attention with a mask (window, bias, or fewer queries than keys), a block of queries at a time.
 
     Never compiled (engine/compile.py), for the reason that attend_unfused gives.
@@ -208,8 +220,9 @@ def select_keys(x: Tensor, dim: int, sinks: int, local: slice) -> Tensor:
 
 
 def query_blocks(
-    heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, window: int | None, first: int = 0
-) -> Iterator[QueryBlock]:
+    heads: Heads, pos: "Encoding | ContentBias", positions: Tensor, change: ContextChange, window: int | None,
+    first: int = 0,
+) -> Iterator[QueryBlock]:  # fmt: skip
     """The S queries from number `first` on, in blocks of at most QUERY_BLOCK, each with the keys it can see and a mask.
 
     window: the number of keys that each query sees, itself included; None: all earlier ones.

@@ -7,11 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention import Heads, QueryBlock, attend_masked, query_blocks, select_keys
+from model.content_bias import ContentBias
 from model.pos import Encoding
 from model.scaling import ContextChange
 
 
-def attend_clipped(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, window: int | None) -> Tensor:
+def attend_clipped(
+    heads: Heads, pos: Encoding | ContentBias, positions: Tensor, change: ContextChange, window: int | None
+) -> Tensor:
     """Attention whose pairs at a distance of change.clip or more use the far rotation (ReRoPE).
 
     Within a block of queries a key can be near for all of them, far for all, or near for some and far for others. One

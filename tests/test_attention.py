@@ -33,10 +33,11 @@ def test_blocked_and_written_out_attention_equal_the_plain_formula(pos, window, 
         q, k, v = heads.q, heads.k, heads.v
         T, window = q.shape[2], change.window
         distance = torch.arange(T)[:, None] - torch.arange(T)
+        outside = (distance >= (window or T)) & (torch.arange(T) >= change.sinks)
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
         bias = pos.bias(positions, positions)
         scores = scores if bias is None else scores + bias
-        return scores.masked_fill((distance < 0) | (distance >= (window or T)), -math.inf).softmax(-1) @ v
+        return scores.masked_fill((distance < 0) | outside, -math.inf).softmax(-1) @ v
 
     monkeypatch.setattr(attention, "attend", plain)
     want = model(x, change=change)

@@ -54,6 +54,7 @@ class Encoding(nn.Module):
         self.shape = shape
         # Without a bias attention needs no mask, hence a faster kernel.
         self.has_bias = type(self).bias is not Encoding.bias
+        self.sees_content = type(self).layer_module is not Encoding.layer_module
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         """Add positions to the token embeddings x [B, T, C] -> [B, T, C]."""
@@ -93,6 +94,14 @@ class Encoding(nn.Module):
         """If bias(q, k) = g(k) + c(q), return g: softmax ignores c(q), so attention needs no mask.
 
         float32 [H, Tk] or [B, H, Tk]; None if bias has no such form.
+        """
+        return None
+
+    def layer_module(self, layer: int) -> nn.Module | None:
+        """For encodings that see content: a module for layer 0, 1 ..., which attends there in place of plain attention.
+
+        It is called as model/content_attention.py documents and may have parameters, which it initialises itself.
+        None: plain attention, with the hooks above.
         """
         return None
 
