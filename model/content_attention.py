@@ -28,12 +28,12 @@ def indices(heads: Heads) -> Tensor:
 
 def map_queries(heads: Heads, f: Callable[[Tensor], Tensor]) -> Heads:
     """The heads with f(q) for q, and for the queries of other rotations."""
-    return replace(heads, q=f(heads.q), q_far=None if heads.q_far is None else f(heads.q_far))
+    return replace(heads, q=f(heads.q), far=[(f(q), k) for q, k in heads.far])
 
 
 def map_keys(heads: Heads, f: Callable[[Tensor], Tensor]) -> Heads:
     """The heads with f(k) for k, and for the keys of other rotations, and f(v) for v."""
-    return replace(heads, k=f(heads.k), v=f(heads.v), k_far=None if heads.k_far is None else f(heads.k_far))
+    return replace(heads, k=f(heads.k), v=f(heads.v), far=[(q, f(k)) for q, k in heads.far])
 
 
 def wide_linear(x: Tensor, linear: nn.Linear) -> Tensor:

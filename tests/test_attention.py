@@ -100,11 +100,13 @@ import resource, sys, torch
 from model import attention
 from model.scaling import ContextChange
 from tests.helpers import encoding_of
-from model.near_far_attention import attend_clipped
+from model.position_maps import Clipped
+from model.region_attention import attend_regions
 T = int(sys.argv[1])
-heads = attention.Heads(*torch.zeros(5, 1, 1, T, 8).unbind())
+q, k, v, q_far, k_far = torch.zeros(5, 1, 1, T, 8).unbind()
+heads = attention.Heads(q, k, v, [(q_far, k_far)])
 with torch.inference_mode():
-    attend_clipped(heads, encoding_of("rope"), torch.arange(T), ContextChange(clip=64), None)
+    attend_regions(heads, encoding_of("rope"), torch.arange(T), ContextChange(position_map=Clipped(64)), None)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 

@@ -10,6 +10,7 @@ import torch
 from conf.errors import UserError
 from model import attention, gpt
 from model.attention import Heads
+from model.content_attention import wide_linear
 from model.decode import Cache
 from model.pos.fox import ForgetBias
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
@@ -158,22 +159,35 @@ def test_attention_is_the_papers_formula(pos, base, change, grad, monkeypatch):
     assert (got - want).abs().max() < (1e-6 if base is None else 1e-5)  # the tables of angles are float32
 
 
+def in_chunks(i: int, j: int) -> int:
+    """Relative positions of Dual Chunk Attention with chunks of 3 and a largest position of 5."""
+    own, chunk = i // 3 * 3, j // 3 * 3
+    return i - j if chunk == own else (min(i - own + 3, 5) if chunk == own - 3 else 5) - (j - chunk)
+
+
+MAPS = {
+    "rerope": ({"kind": "rerope", "size": 5}, lambda i, j: min(i - j, 5)),
+    "dual_chunk": ({"kind": "dual_chunk", "size": 5, "local": 2}, in_chunks),
+}
+
+
+@pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("pos", ["fox", "ssmax", "sink_logits"])
-def test_rerope_and_logn_apply_to_rotary_encodings_that_see_content(pos):
-    """The reference is the same layer with clipped distances, or with a factor on its queries."""
+def test_maps_of_positions_and_logn_apply_to_rotary_encodings_that_see_content(pos, name):
+    """The reference is the same layer with other relative positions, and with a factor on its queries."""
     model, tokens = model_with(pos, "pos.base=10000"), random_tokens(1, 10)
     trained = TrainedContext(pos, 6, model.pos.inv_freq)
-    knobs = {"kind": "rerope", "size": 5}
+    knobs, relative = MAPS[name]
     change = resolve(knobs, trained, 10, 10, [{"kind": "logn"}])
     with torch.no_grad():
         layer, unrotated = Layer(model, tokens, 10000.0), Layer(model, tokens, None)
 
-        def clipped(h: int, i: int, j: int) -> torch.Tensor:
-            angle = model.pos.inv_freq * min(i - j, 5)
+        def mapped(h: int, i: int, j: int) -> torch.Tensor:
+            angle = model.pos.inv_freq * relative(i, j)
             q = Layer.rotated(unrotated.q[i, h], angle)
             return q @ unrotated.k[j, h] / 4 * max(1, math.log(i + 1) / math.log(6))
 
-        layer.score = clipped
+        layer.score = mapped
         want = layer.output(lambda i: range(i + 1), REFERENCES[pos](layer))
         assert (attention_output(model, tokens, change) - want).abs().max() < 1e-5
         assert (attention_output(model, tokens, NO_CHANGE) - want).abs().max() > 1e-3
@@ -235,6 +249,14 @@ def test_forget_gates_are_exact_over_thousands_of_tokens(dtype, tolerance):
         scores = q.double() @ k.double().transpose(-1, -2) / 4 + bias
         want = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf).softmax(-1) @ v.double()
     assert (got.double() - want).abs().max() < tolerance
+
+
+def test_gates_are_computed_in_float32_under_autocast():
+    layer, x = torch.nn.Linear(64, 4), torch.randn(2, 5, 64)
+    with torch.no_grad():
+        want = layer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(wide_linear(x, layer), want) and not torch.equal(layer(x).float(), want)
 
 
 @pytest.mark.parametrize("change", [NO_CHANGE, ContextChange(window=5, sinks=1)])

@@ -214,7 +214,7 @@ def test_bad_factors_are_refused(given):
 
 
 def uses_frequencies(change: ContextChange) -> bool:
-    return change.inv_freq is not None or change.clip is not None
+    return change.inv_freq is not None or change.position_map is not None
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -327,7 +327,7 @@ def test_every_encoding_with_every_scaling(pos, attention):
             at_L, at_3L = (resolve(scaling_knobs(name, pairs), trained, n, 96) for n in (32, 96))
         except NotApplicable:
             elsewhere = resolve(scaling_knobs(name, 32), rope(L=32), 96, 96)  # softmax attention and frequencies
-            changes_scores = any((elsewhere.logn, elsewhere.clip, elsewhere.sinks))
+            changes_scores = any((elsewhere.logn, elsewhere.position_map, elsewhere.sinks))
             lacks_frequencies = uses_frequencies(elsewhere) and trained.frequencies is None
             assert lacks_frequencies or (changes_scores and attention == "linear"), name
             continue

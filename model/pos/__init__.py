@@ -82,10 +82,6 @@ class Encoding(nn.Module):
         q, k, v = qkv.split(heads, dim=2)
         return *self.rotate(q, k, prepared), v
 
-    def rotate_far(self, q: Tensor, k: Tensor, prepared: Any) -> tuple[Tensor, Tensor] | None:
-        """Like `rotate`, for pairs at a distance of ContextChange.clip or more; None if distances are not clipped."""
-        return None
-
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor | None:
         """The bias to add to the attention scores, [H, Tq, Tk] or [B, H, Tq, Tk]. None adds nothing and is faster."""
         return None

@@ -50,10 +50,8 @@ class SinkLogits(nn.Module):
 
         # As many queries as keys remain as many, so that attention needs no mask: the first query is dropped again
         heads = map_keys(map_queries(heads, with_sink) if S == T else heads, with_sink)
-        # The sink is seen under any window. One as wide as T hides nothing, but would with one more key.
-        window = change.window if change.window is not None and change.window < T else None
-        change = replace(change, window=window, sinks=change.sinks + 1)
-        return attention.attend(heads, SinkBias(self.logit), indices(heads), change)[:, :, -S:]
+        change = replace(change, sinks=change.sinks + 1)  # any window shows the sink
+        return attention.attend(replace(heads, sinks=1), SinkBias(self.logit), indices(heads), change)[:, :, -S:]
 
 
 class Sink(Encoding):
