@@ -38,7 +38,7 @@ class PositionMap:
 
     @property
     def unchanged_up_to(self) -> int:
-        """The longest text, in tokens, whose relative positions are all unchanged."""
+        """The longest text, in tokens, that has no pair in any region."""
         raise NotImplementedError
 
     def regions(self) -> list[Region]:
