@@ -8,7 +8,7 @@ place in the sequence, 0 .. T - 1; `positions` are the numbers that the encoding
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,8 @@ from conf.schema import ModelConfig
 from model.pos import Encoding
 from model.scaling import ContextChange
 
-if TYPE_CHECKING:  # only decoding needs it
+if TYPE_CHECKING:  # only decoding needs the one, and encodings that see content the other
+    from model.content_bias import ContentBias
     from model.decode import Cache
 
 QUERY_BLOCK = 512  # queries that are processed together where a mask is needed, so that no mask has T x T numbers
@@ -35,16 +36,19 @@ class Heads:
     q: Tensor
     k: Tensor
     v: Tensor
-    # For pairs at a distance of ContextChange.clip or more, which are rotated by another angle (ReRoPE)
-    q_far: Tensor | None = None
-    k_far: Tensor | None = None
+    # q and k as rotated in each region of ContextChange.position_map
+    far: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    sinks: int = 0  # keys before those of the text (model/pos/sink_logits.py)
 
 
 class Attention(nn.Module):
     """A causal self-attention layer: projections, QK-norm, rotation, attention, output projection."""
 
-    def __init__(self, cfg: ModelConfig, linear: bool):
-        """linear: linear attention (model/linear_attention.py) in place of softmax."""
+    def __init__(self, cfg: ModelConfig, linear: bool, content: nn.Module | None = None):
+        """linear: linear attention (model/linear_attention.py) in place of softmax.
+
+        content: of an encoding that sees content, the module that attends in this layer (Encoding.layer_module).
+        """
         super().__init__()
         self.H, self.G, self.D, self.linear_attention = cfg.n_heads, cfg.kv_heads, cfg.head_width, None
         if linear:
@@ -58,6 +62,7 @@ class Attention(nn.Module):
             self.qk_norms = QKNorms(cfg)
         self.qkv = nn.Linear(cfg.width, (self.H + 2 * self.G) * self.D, bias=cfg.qkv_bias)
         self.out = nn.Linear(self.H * self.D, cfg.width, bias=cfg.out_bias)
+        self.content = content
 
     def forward(
         self, x: Tensor, pos: Encoding, positions: Tensor, prepared: Any, change: ContextChange,
@@ -78,7 +83,10 @@ class Attention(nn.Module):
             y = self.linear_attention(*self.split(qkv), lambda q, k: pos.rotate(q, k, prepared), change.window)
             return self.out(y[:, -S:].flatten(2))
         heads = self.rotated_heads(qkv, S, pos, positions, prepared, change)
-        y = attend(heads, pos, positions, change)  # [B, H, S, D]
+        if self.content is None:
+            y = attend(heads, pos, positions, change)  # [B, H, S, D]
+        else:
+            y = self.content(x, heads, pos, positions, change, cache)
         return self.out(y.transpose(1, 2).flatten(2))
 
     def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
@@ -88,20 +96,15 @@ class Attention(nn.Module):
     def rotated_heads(
         self, qkv: Tensor, S: int, pos: Encoding, positions: Tensor, prepared: Any, change: ContextChange
     ) -> Heads:
-        """Rotate the projections qkv [B, T, H + 2 G, D] of all T tokens -> Heads, with queries of the last S tokens.
-
-        Under log-n scaling (change.logn = L) a query at position m is also multiplied by max(1, ln(m + 1) / ln L).
-        """
+        """Rotate the projections qkv [B, T, H + 2 G, D] of all T tokens -> Heads, with queries of the last S tokens."""
         q, k, v = pos.rotate_qkv(qkv, (self.H, self.G, self.G), prepared)
-        far = None if change.clip is None else pos.rotate_far(*self.split(qkv)[:2], prepared)
-        if change.logn is not None:  # a factor of each query, so it may follow the rotation
-            sharpness = ((positions + 1).clamp(min=1).log() / math.log(change.logn)).clamp(min=1)[..., None, None]
-            q = q * sharpness.to(q.dtype)
-            far = None if far is None else (far[0] * sharpness.to(q.dtype), far[1])
+        q = sharpened(q, positions, change)  # a factor of each query, so it may follow the rotation
         heads = Heads(self.by_head(q)[:, :, -S:], self.by_head(k), self.by_head(v))
-        if far is not None:
-            heads.q_far, heads.k_far = self.by_head(far[0])[:, :, -S:], self.by_head(far[1])
-        return heads
+        if change.position_map is None:
+            return heads
+        from model.region_attention import add_regions
+
+        return add_regions(heads, self, qkv, pos, positions, prepared, change)
 
     def by_head(self, x: Tensor) -> Tensor:
         """[B, T, H or G, D] -> [B, H, T, D], where each key-value head serves H / G query heads, or [B, G, T, D]."""
@@ -114,18 +117,26 @@ def repeat_heads(x: Tensor, H: int) -> Tensor:
     return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1)
 
 
-def attend(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange) -> Tensor:
+def sharpened(q: Tensor, positions: Tensor, change: ContextChange) -> Tensor:
+    """Under log-n scaling (change.logn = L) the queries [B, T, H, D] at positions m times max(1, ln(m + 1) / ln L)."""
+    if change.logn is None:
+        return q
+    sharpness = ((positions + 1).clamp(min=1).log() / math.log(change.logn)).clamp(min=1)[..., None, None]
+    return q * sharpness.to(q.dtype)
+
+
+def attend(heads: Heads, pos: "Encoding | ContentBias", positions: Tensor, change: ContextChange) -> Tensor:
     """Causal attention of the last S tokens to all T -> [B, H, S, D], with memory linear in T.
 
-    Chooses the implementation. Causal mask, window and clip compare indices in the sequence; the encoding's bias is
+    Chooses the implementation. Causal mask, window and regions compare indices in the sequence; the encoding's bias is
     computed from positions.
     """
     S, T = heads.q.shape[2], heads.k.shape[2]
     window = change.window if change.window is not None and change.window < T else None
-    if heads.q_far is not None:
-        from model.near_far_attention import attend_clipped
+    if heads.far:
+        from model.region_attention import attend_regions
 
-        return attend_clipped(heads, pos, positions, change, window)
+        return attend_regions(heads, pos, positions, change, window)
     # On a CPU, the backward pass of SDPA is slower than plain matrix products, as long as T x T is small. Forward and
     # backward at B=16, H=4, D=64 in bfloat16 on two cores: 24 ms instead of 31 ms at T=256, 11 instead of 38 at T=128.
     if heads.q.device.type == "cpu" and torch.is_grad_enabled() and S == T <= QUERY_BLOCK:
@@ -140,7 +151,9 @@ def attend(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange
     return attend_blocks(heads, pos, positions, change, window)
 
 
-def attend_unfused(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, window: int | None) -> Tensor:
+def attend_unfused(
+    heads: Heads, pos: "Encoding | ContentBias", positions: Tensor, change: ContextChange, window: int | None
+) -> Tensor:
     """Attention as plain matrix products and a softmax, for at most QUERY_BLOCK tokens -> [B, H, T, D].
 
     It slices no tensor: for slices, Inductor of torch 2.13 compiles a backward pass on a CPU that returns NaN. With a
@@ -151,7 +164,9 @@ def attend_unfused(heads: Heads, pos: Encoding, positions: Tensor, change: Conte
     return scores.softmax(-1).to(heads.v.dtype) @ heads.v
 
 
-def attend_blocks(heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, window: int | None) -> Tensor:
+def attend_blocks(
+    heads: Heads, pos: "Encoding | ContentBias", positions: Tensor, change: ContextChange, window: int | None
+) -> Tensor:
     """Attention with a mask (window, bias, or fewer queries than keys), a block of queries at a time.
 
     Never compiled (engine/compile.py), for the reason that attend_unfused gives.
@@ -208,8 +223,9 @@ def select_keys(x: Tensor, dim: int, sinks: int, local: slice) -> Tensor:
 
 
 def query_blocks(
-    heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, window: int | None, first: int = 0
-) -> Iterator[QueryBlock]:
+    heads: Heads, pos: "Encoding | ContentBias", positions: Tensor, change: ContextChange, window: int | None,
+    first: int = 0,
+) -> Iterator[QueryBlock]:  # fmt: skip
     """The S queries from number `first` on, in blocks of at most QUERY_BLOCK, each with the keys it can see and a mask.
 
     window: the number of keys that each query sees, itself included; None: all earlier ones.

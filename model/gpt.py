@@ -78,10 +78,10 @@ def make_norm(cfg: ModelConfig) -> nn.Module:
 class Block(nn.Module):
     """A transformer block with norms before attention and MLP. Other arrangements are in model/other_blocks.py."""
 
-    def __init__(self, cfg: ModelConfig, linear: bool):
+    def __init__(self, cfg: ModelConfig, linear: bool, content: nn.Module | None = None):
         super().__init__()
         self.norm1, self.norm2 = make_norm(cfg), make_norm(cfg)
-        self.attention, self.mlp = Attention(cfg, linear), MLP(cfg)
+        self.attention, self.mlp = Attention(cfg, linear, content), MLP(cfg)
 
     def forward(self, x: Tensor, *where: Any) -> Tensor:
         """x [B, T, C] -> [B, T, C], or the output of the last tokens only.
@@ -93,12 +93,12 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def make_block(cfg: ModelConfig, linear: bool) -> nn.Module:
+def make_block(cfg: ModelConfig, linear: bool, content: nn.Module | None) -> nn.Module:
     if cfg.residual == "serial":
-        return Block(cfg, linear)
+        return Block(cfg, linear, content)
     from model import other_blocks
 
-    return other_blocks.build(cfg, linear)
+    return other_blocks.build(cfg, linear, content)
 
 
 class GPT(nn.Module):
@@ -112,13 +112,13 @@ class GPT(nn.Module):
         super().__init__()
         self.pos, self.linear = pos, linear
         self.tokens = nn.Embedding(vocab_size, cfg.width)
-        self.blocks = nn.ModuleList(make_block(cfg, linear) for _ in range(cfg.n_layers))
+        self.blocks = nn.ModuleList(make_block(cfg, linear, pos.layer_module(i)) for i in range(cfg.n_layers))
         self.norm = make_norm(cfg)
         self.head = nn.Linear(cfg.width, vocab_size, bias=cfg.head_bias)
         if cfg.tied_head:
             self.head.weight = self.tokens.weight
         for name, p in self.named_parameters():
-            if name.startswith("pos."):  # an encoding initialises its own parameters
+            if name.startswith("pos.") or ".content." in name:  # an encoding initialises its own parameters
                 continue
             if p.dim() == 2:
                 # Standard deviation 1 / sqrt(fan in), not GPT-2's 0.02: with 0.02 and these widths, attention is almost
@@ -207,8 +207,8 @@ def build_encoding(cfg: TrainConfig) -> Encoding:
         encoding = LayerSchedule(shape, encoding, cfg)
     if cfg.attention == "linear" and m.qk_norm:
         raise UserError("model.qk_norm=True: attention=linear has no use for it")
-    if cfg.attention == "linear" and encoding.has_bias:
-        raise UserError(f"attention=linear: has no scores that pos={yaml_name('pos', cfg.pos)} could add its bias to")
+    if cfg.attention == "linear" and (encoding.has_bias or encoding.sees_content):
+        raise UserError(f"attention=linear: has no scores that pos={yaml_name('pos', cfg.pos)} could change")
     return encoding
 
 

@@ -62,6 +62,7 @@ class LayerSchedule(Encoding):
         self.relative = all(e.relative for e in parts)
         self.max_positions = min((e.max_positions for e in parts if e.max_positions is not None), default=None)
         self.has_bias = any(e.has_bias for e in parts)
+        self.sees_content = any(e.sees_content for e in parts)
         rates = {e.lr_factor for e in parts if any(True for _ in e.parameters())}
         check(len(rates) < 2, "pos.lr_factor", sorted(rates), "the same for all encodings of a layer schedule")
         self.lr_factor = rates.pop() if rates else 1.0
@@ -71,6 +72,9 @@ class LayerSchedule(Encoding):
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         return self.encoding(0).embed(x, positions)
+
+    def layer_module(self, layer: int) -> nn.Module | None:
+        return self.of_layer(layer).layer_module(layer)
 
     def encoding(self, i: int) -> Encoding:
         encoding = self.encodings[i]

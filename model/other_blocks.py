@@ -20,8 +20,8 @@ class ParallelBlock(Block):
 class SharedNormBlock(Block):
     """Attention and MLP read the same x through one norm (GPT-J)."""
 
-    def __init__(self, cfg: ModelConfig, linear: bool):
-        super().__init__(cfg, linear)
+    def __init__(self, cfg: ModelConfig, linear: bool, content: nn.Module | None = None):
+        super().__init__(cfg, linear, content)
         del self.norm2
 
     def forward(self, x: Tensor, *where: Any) -> Tensor:
@@ -43,5 +43,5 @@ class PostNormBlock(Block):
 BLOCKS = {"parallel": ParallelBlock, "parallel_shared": SharedNormBlock, "serial_post": PostNormBlock}
 
 
-def build(cfg: ModelConfig, linear: bool) -> nn.Module:
-    return BLOCKS[cfg.residual](cfg, linear)
+def build(cfg: ModelConfig, linear: bool, content: nn.Module | None) -> nn.Module:
+    return BLOCKS[cfg.residual](cfg, linear, content)

@@ -1,6 +1,6 @@
 """RoPE through the rotary op of kernels/: what Rope.prepare returns where the Triton kernel runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ class KernelInputs:
     phase: Tensor  # int64 [P]
     positions: Tensor  # int64 [T] or [B, T]
     scale: float
-    far: Tables | None = None  # for pairs at a distance of ContextChange.clip or more
+    far: list[Tables] = field(default_factory=list)  # one for each region of ContextChange.position_map
 
     def rotate(self, q: Tensor, k: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         return rope(q, k, self.phase, self.positions, interleaved=interleaved, scale=self.scale)

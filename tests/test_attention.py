@@ -33,10 +33,11 @@ def test_blocked_and_written_out_attention_equal_the_plain_formula(pos, window, 
         q, k, v = heads.q, heads.k, heads.v
         T, window = q.shape[2], change.window
         distance = torch.arange(T)[:, None] - torch.arange(T)
+        outside = (distance >= (window or T)) & (torch.arange(T) >= change.sinks)
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
         bias = pos.bias(positions, positions)
         scores = scores if bias is None else scores + bias
-        return scores.masked_fill((distance < 0) | (distance >= (window or T)), -math.inf).softmax(-1) @ v
+        return scores.masked_fill((distance < 0) | outside, -math.inf).softmax(-1) @ v
 
     monkeypatch.setattr(attention, "attend", plain)
     want = model(x, change=change)
@@ -99,11 +100,13 @@ import resource, sys, torch
 from model import attention
 from model.scaling import ContextChange
 from tests.helpers import encoding_of
-from model.near_far_attention import attend_clipped
+from model.position_maps import Clipped
+from model.region_attention import attend_regions
 T = int(sys.argv[1])
-heads = attention.Heads(*torch.zeros(5, 1, 1, T, 8).unbind())
+q, k, v, q_far, k_far = torch.zeros(5, 1, 1, T, 8).unbind()
+heads = attention.Heads(q, k, v, [(q_far, k_far)])
 with torch.inference_mode():
-    attend_clipped(heads, encoding_of("rope"), torch.arange(T), ContextChange(clip=64), None)
+    attend_regions(heads, encoding_of("rope"), torch.arange(T), ContextChange(position_map=Clipped(64)), None)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 

@@ -41,7 +41,7 @@ def run_sample_command() -> None:
 @pytest.mark.parametrize(
     "argv, right",
     [
-        (["pos=rop"], r"^error: pos=rop: must be one of alibi, learned, none, rope, .*; did you mean rope\?$"),
+        (["pos=rop"], r"^error: pos=rop: must be one of alibi, .*, rope, .*; did you mean rope\?$"),
         (["model=huge"], r"model=huge: must be one of gpt2, gptj, llama, nano, neox, qwen3, tiny$"),
         (["data=books1"], r"data=books1: must be one of .* sympy, text, tracking; did you mean books\?$"),
         (["stepz=3"], r"stepz: no such setting of train\.py: did you mean steps\?"),
@@ -96,7 +96,7 @@ def assert_no_run(folder: Path) -> None:
         (["model.qk_norm=true", "attention=linear"], r"model\.qk_norm=True: attention=linear has no use for it"),
         (["model.qk_norm_all_heads=true"], r"model\.qk_norm_all_heads=True: must be false without model\.qk_norm"),
         (["attention=flash"], r"attention=flash: must be softmax or linear"),
-        (["attention=linear", "pos=alibi"], r"attention=linear: has no scores that pos=alibi could add its bias to"),
+        (["attention=linear", "pos=alibi"], r"attention=linear: has no scores that pos=alibi could change"),
         (["positions=sorted"], r"positions=sorted: must be ordered, random or pose"),
         (["positions=random", "longest=32"], r"longest=32: must be at least ctx=64"),
         (["pos=xpos", "pos.gamma=0"], r"pos\.gamma=0: must be above 0"),
@@ -121,7 +121,7 @@ def one_line(run: Callable[[], None]) -> str:
 @pytest.mark.parametrize(
     "argv, right",
     [
-        (["scaling=ntkk"], r"scaling=ntkk: must be one of dynamic_hf, .*; did you mean ntk\?$"),
+        (["scaling=ntkk"], r"scaling=ntkk: must be one of .*dynamic_hf, .*; did you mean ntk\?$"),
         (["task=passkey"], r"task=passkey: must be one of copying, matched, .*tracking$"),
         (["ctx=[64,x]"], r"ctx=\[64, 'x'\]: must be a whole number"),
         (["by_position=maybe"], r"by_position.*maybe|maybe.*by_position"),

@@ -38,6 +38,7 @@ from measure.tasks.matched import NEAR, Matched
 from measure.tasks.prefix import Prefix
 from measure.tasks.sliding import Sliding
 from model import gpt, spectrum
+from model.position_maps import Clipped
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, override, resolve
 from tests.helpers import (
     ROOT,
@@ -496,9 +497,11 @@ def test_methods_that_change_nothing_at_a_length_are_not_measured_there(tmp_path
 
 @pytest.mark.parametrize("a, b, n, equal", [
     ({}, {"window": 64}, 64, True), ({}, {"window": 64}, 65, False), ({}, {"window": 64, "sinks": 4}, 64, True),
-    ({}, {"clip": 64, "leak": 2.0}, 64, True), ({}, {"clip": 64}, 65, False), ({}, {"logn": 64}, 64, True),
+    ({}, {"position_map": Clipped(64, 2.0)}, 64, True), ({}, {"position_map": Clipped(64)}, 65, False),
+    ({}, {"logn": 64}, 64, True),
     ({}, {"logn": 64}, 65, False), ({}, {"attention_factor": 1.1}, 8, False), ({}, {"factor": 2.0}, 8, True),
-    ({"window": 9}, {"window": 9, "sinks": 1}, 16, False), ({"clip": 9}, {"clip": 9, "leak": 3.0}, 16, False),
+    ({"window": 9}, {"window": 9, "sinks": 1}, 16, False),
+    ({"position_map": Clipped(9)}, {"position_map": Clipped(9, 3.0)}, 16, False),
 ])  # fmt: skip
 def test_two_changes_have_the_same_effect_where_the_logits_are_equal(a, b, n, equal):
     """The rule against the model itself."""

@@ -19,6 +19,7 @@ from kernels import choice, cos_sin, phase, rope_torch
 from kernels.rope import rope, rope_packed
 from model import device_constants, gpt
 from model.pos.rope import Rope, Tables
+from model.position_maps import Clipped
 from model.rope_kernel import KernelInputs
 from model.scaling import ContextChange
 from tests.helpers import ROOT, SMALL, command, import_or_skip, random_tokens, skip_unless_ci, train_settings
@@ -598,7 +599,8 @@ def test_the_gpt_is_the_same_model_by_either_implementation(pos, monkeypatch):
         loss.mean().backward()
         with torch.no_grad():
             change = [
-                model(x, change=s) for s in (ContextChange(inv_freq=f / 3, attention_factor=1.2), ContextChange(clip=4))
+                model(x, change=s)
+                for s in (ContextChange(inv_freq=f / 3, attention_factor=1.2), ContextChange(position_map=Clipped(4)))
             ]
         results.append([loss.detach(), *change, *(p.grad.clone() for p in model.parameters())])
     for a, b in zip(*results, strict=True):
@@ -642,7 +644,7 @@ def test_the_kernel_does_not_bypass_a_subclass(subclass, monkeypatch):
         model.pos = encoding
         for kernel in ("torch", "triton"):
             monkeypatch.setattr(choice, "kernel", kernel)
-            changes = (ContextChange(), ContextChange(clip=4))
+            changes = (ContextChange(), ContextChange(position_map=Clipped(4)))
             with torch.no_grad():
                 logits[name, kernel] = torch.cat([model(x, change=change) for change in changes])
     assert (logits["subclass", "triton"] - logits["subclass", "torch"]).abs().max() < 2e-4

@@ -54,6 +54,7 @@ class Encoding(nn.Module):
         self.shape = shape
         # Without a bias attention needs no mask, hence a faster kernel.
         self.has_bias = type(self).bias is not Encoding.bias
+        self.sees_content = type(self).layer_module is not Encoding.layer_module
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
         """Add positions to the token embeddings x [B, T, C] -> [B, T, C]."""
@@ -87,10 +88,6 @@ class Encoding(nn.Module):
         q, k, v = qkv.split(heads, dim=2)
         return *self.rotate(q, k, prepared), v
 
-    def rotate_far(self, q: Tensor, k: Tensor, prepared: Any) -> tuple[Tensor, Tensor] | None:
-        """Like `rotate`, for pairs at a distance of ContextChange.clip or more; None if distances are not clipped."""
-        return None
-
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor | None:
         """The bias to add to the attention scores, [H, Tq, Tk] or [B, H, Tq, Tk]. None adds nothing and is faster."""
         return None
@@ -99,6 +96,14 @@ class Encoding(nn.Module):
         """If bias(q, k) = g(k) + c(q), return g: softmax ignores c(q), so attention needs no mask.
 
         float32 [H, Tk] or [B, H, Tk]; None if bias has no such form.
+        """
+        return None
+
+    def layer_module(self, layer: int) -> nn.Module | None:
+        """For encodings that see content: a module for layer 0, 1 ..., which attends there in place of plain attention.
+
+        It is called as model/content_attention.py documents and may have parameters, which it initialises itself.
+        None: plain attention, with the hooks above.
         """
         return None
 

@@ -5,7 +5,7 @@ Proportional (p-RoPE, Barbero et al. 2024, arXiv 2410.06205; Hugging Face's `pro
 head, and only its fastest pairs are rotated.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class Tables:
 
     q: Table
     k: Table
-    far: "Tables | None" = None  # for pairs at a distance of ContextChange.clip or more
+    far: "list[Tables]" = field(default_factory=list)  # one for each region of ContextChange.position_map
 
     def rotate(self, q: Tensor, k: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         return rotate(q, *self.q, interleaved), rotate(k, *self.k, interleaved)
@@ -75,25 +75,20 @@ class Rope(Encoding):
 
             return constant(self.phase(inv_freq, inv_freq.device).tolist(), torch.int64, device)
 
-        def table(inv_freq: Tensor, start: Tensor | int = 0) -> Table:
-            cos, sin = cos_sin(phase(inv_freq), positions, start)
-            # On both q and k, so the scores grow by its square (YaRN, arXiv 2309.00071, section 3.4).
-            return cos * change.attention_factor, sin * change.attention_factor
-
         # The kernel would bypass what a subclass overrides
         if uses_triton(device) and type(self).prepare is Rope.prepare and type(self).rotate is Rope.rotate:
             from model.rope_kernel import KernelInputs
 
             near = KernelInputs(phase(inv_freq), positions, change.attention_factor)
         else:
-            one = table(inv_freq)
+            cos, sin = cos_sin(phase(inv_freq), positions)
+            # On both q and k, so the scores grow by its square (YaRN, arXiv 2309.00071, section 3.4).
+            one = cos * change.attention_factor, sin * change.attention_factor
             near = Tables(one, one)
-        if change.clip is not None:
-            # At distance r >= w the angle is w * theta + (r - w) * theta / leak: the key is rotated by
-            # n * theta / leak, the query by m * theta / leak and by w * (theta - theta / leak) more.
-            slow = inv_freq / change.leak
-            start = change.clip * phase(inv_freq - slow)
-            near.far = Tables(table(slow, start), table(slow))
+        if change.position_map is not None:
+            from model.region_attention import far_tables
+
+            near.far = far_tables(change, inv_freq, positions, phase)
         return near
 
     def rotate(self, q: Tensor, k: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
@@ -103,9 +98,6 @@ class Rope(Encoding):
         if isinstance(prepared, Tables):
             return super().rotate_qkv(qkv, heads, prepared)
         return prepared.rotate_qkv(qkv, heads, self.interleaved)
-
-    def rotate_far(self, q: Tensor, k: Tensor, prepared: Any) -> tuple[Tensor, Tensor] | None:
-        return None if prepared.far is None else self.rotate(q, k, prepared.far)
 
 
 build = Rope

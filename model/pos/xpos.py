@@ -41,8 +41,7 @@ class XPos(Rope):
             return Tables(times(tables.q, decay), times(tables.k, 1 / decay))
 
         result = decayed(tables)
-        if tables.far is not None:
-            result.far = decayed(tables.far)
+        result.far = [decayed(far) for far in tables.far]
         return result
 
 

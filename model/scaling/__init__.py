@@ -14,11 +14,15 @@ import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from conf.errors import UserError
 from conf.registry import build_from_knobs, load_kind, yaml_name
+
+if TYPE_CHECKING:
+    from model.position_maps import PositionMap
 
 
 class NotApplicable(UserError):
@@ -60,8 +64,7 @@ class ContextChange:
     window: int | None = None  # each query sees this many keys, itself included; None: all
     sinks: int = 0  # the first keys, which every query sees in addition to the window
     logn: int | None = None  # L: a query at position m is multiplied by max(1, ln(m + 1) / ln L)
-    clip: int | None = None  # w: a key at distance r >= w is rotated as if at w + (r - w) / leak
-    leak: float = math.inf  # distances above w grow 1 / leak times as fast; inf: they are all rotated as w
+    position_map: "PositionMap | None" = None  # regions of pairs that are rotated as if at other positions
     # Of a layer schedule: the change of each kind of layer. The other fields then describe the model as a whole, for
     # logs; no layer sees more than `window` and `sinks`.
     kinds: tuple["ContextChange", ...] = ()
@@ -75,14 +78,18 @@ class ContextChange:
         """What this changes for n tokens: equal for two changes with equal results. trained: the run's."""
         if self.kinds:
             return tuple(change.effect(n, kind) for change, kind in zip(self.kinds, trained.kinds, strict=True))
-        window, clip, logn = (x if x is not None and x < n else None for x in (self.window, self.clip, self.logn))
+        window, logn = (x if x is not None and x < n else None for x in (self.window, self.logn))
+        changed = self.position_map is not None and self.position_map.unchanged_up_to < n
         inv_freq = trained.frequencies if self.inv_freq is None else self.inv_freq
         frequencies = None if inv_freq is None else tuple(inv_freq.tolist())
-        return frequencies, self.attention_factor, window, window and self.sinks, logn, clip, clip and self.leak
+        return frequencies, self.attention_factor, window, window and self.sinks, logn, changed and self.position_map
 
     def reach(self, n: int, last: int, n_layers: int) -> int:
         """How many of n tokens the outputs of the last ones can depend on: each layer sees window - 1 further back."""
-        return n if self.window is None or self.sinks else min(n, last + n_layers * (self.window - 1))
+        # Some maps of positions count from the first token, so none can be left out
+        if self.window is None or self.sinks or self.position_map:
+            return n
+        return min(n, last + n_layers * (self.window - 1))
 
 
 NO_CHANGE = ContextChange()
@@ -121,7 +128,7 @@ def resolve(knobs: dict, trained: TrainedContext, n: int, ctx: int, plus: Sequen
     try:
         scale = load_kind("model.scaling", knobs["kind"], "scale")
         change = build_from_knobs(scale, values, "scaling", trained, n)
-        if trained.attention == "linear" and (change.logn or change.clip or change.sinks):
+        if trained.attention == "linear" and (change.logn or change.position_map or change.sinks):
             raise NotApplicable("it changes single scores, and attention=linear has none")
         return change
     except NotApplicable as e:

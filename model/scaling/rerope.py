@@ -8,6 +8,7 @@ Evaluation only: used in training it destroys extrapolation (kexue.fm/archives/9
 import math
 
 from conf.errors import UserError
+from model.position_maps import Clipped
 from model.scaling import ContextChange, NotApplicable, TrainedContext
 
 PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
@@ -33,4 +34,4 @@ def scale(
         raise UserError(f"scaling.leak={leak}: must be null, auto or a number of at least 1")
     if n <= L and not always:
         return ContextChange()
-    return ContextChange(clip=w, leak=math.inf if leak is None else leak)
+    return ContextChange(position_map=Clipped(w, math.inf if leak is None else leak))

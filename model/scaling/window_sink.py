@@ -6,6 +6,7 @@ if at distance L, as in LM-Infinite, so that no untrained distance occurs. Other
 """
 
 from conf.errors import UserError
+from model.position_maps import Clipped
 from model.scaling import ContextChange, TrainedContext
 
 
@@ -16,5 +17,5 @@ def scale(trained: TrainedContext, n: int, size: int | None = None, sinks: int =
         raise UserError(f"scaling.sinks={sinks}: must be at least 0 and less than the window, {size}")
     if n <= size:
         return ContextChange(window=size)
-    clip = None if trained.frequencies is None else size
-    return ContextChange(window=size - sinks, sinks=sinks, clip=clip)
+    position_map = None if trained.frequencies is None else Clipped(size)
+    return ContextChange(window=size - sinks, sinks=sinks, position_map=position_map)

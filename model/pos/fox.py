@@ -1,0 +1,72 @@
+"""Forgetting Transformer (FoX; Lin et al. 2025, arXiv 2503.02130): a forget gate in softmax attention.
+
+Each head has a gate f_t = sigmoid(w . x_t + b), and the score of query i and key j is q_i . k_j / sqrt(D) plus the sum
+of log f_t over t = j + 1 .. i. That is c_i - c_j with c the cumulative sum of log f, and softmax ignores c_i: the bias
+depends on the key alone, so attention needs no mask and its memory is linear in T. Data-dependent ALiBi is another
+name.
+"""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model import attention
+from model.attention import Heads
+from model.content_attention import indices, wide_linear
+from model.content_bias import ContentBias
+from model.decode import Cache
+from model.pos import Encoding, Shape
+from model.pos.rope import Rope
+from model.scaling import ContextChange
+
+
+@dataclass
+class ForgetBias(ContentBias):
+    """c_i - c_j, where c is the sum of log f over tokens 0 .. i."""
+
+    c: Tensor  # float32 [B, H, T]
+
+    def bias(self, q_index: Tensor, k_index: Tensor) -> Tensor:
+        return self.c[..., q_index].unsqueeze(-1) - self.c[..., k_index].unsqueeze(-2)
+
+    def key_bias(self, k_index: Tensor) -> Tensor:
+        return self.c[..., -1:] - self.c  # relative to the last key, so that float32 is finest for the latest keys
+
+
+class ForgetGates(nn.Module):
+    """The gates of one layer. Initialised as in the authors' code: weights of standard deviation 0.02, b = 0."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.gate = nn.Linear(shape.width, shape.n_heads)
+        nn.init.normal_(self.gate.weight, std=0.02)
+        nn.init.zeros_(self.gate.bias)
+
+    def forward(
+        self, x: Tensor, heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, cache: Cache | None
+    ) -> Tensor:
+        log_f = F.logsigmoid(wide_linear(x, self.gate))  # [B, new, H]
+        if cache is not None:
+            log_f = cache.extend(self, log_f)  # [B, T, H]
+        c = log_f.cumsum(dim=1).transpose(1, 2)
+        return attention.attend(heads, ForgetBias(c), indices(heads), change)
+
+
+class Fox(Encoding):
+    """Without rotation, as in most of the paper's experiments."""
+
+    def layer_module(self, layer: int) -> nn.Module:
+        return ForgetGates(self.shape)
+
+
+class RotaryFox(Rope):
+    """With RoPE in addition."""
+
+    def layer_module(self, layer: int) -> nn.Module:
+        return ForgetGates(self.shape)
+
+
+def build(shape: Shape, base: float | None) -> Encoding:
+    """base: of RoPE in addition to the gates; None: no rotation."""
+    return Fox(shape) if base is None else RotaryFox(shape, base, interleaved=False)

@@ -1,0 +1,73 @@
+"""Learned sink logits (gpt-oss, arXiv 2508.10925): each head's softmax has one more logit, which has no value.
+
+A head that finds nothing to attend to can give its weight to the sink instead of the first tokens, where StreamingLLM
+(arXiv 2309.17453) found it, which proposes this as a "learnable sink token". A window does not remove the sink.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model import attention
+from model.attention import Heads
+from model.content_attention import indices, map_keys, map_queries
+from model.content_bias import ContentBias
+from model.decode import Cache
+from model.pos import Encoding, Shape
+from model.pos.rope import Rope
+from model.scaling import ContextChange
+
+
+@dataclass
+class SinkBias(ContentBias):
+    """The sink is key 0, of zeros, so its score is the bias alone."""
+
+    logit: Tensor  # [H]
+
+    def bias(self, q_index: Tensor, k_index: Tensor) -> Tensor:
+        return (self.logit[:, None] * (k_index == 0)).unsqueeze(1).expand(-1, len(q_index), -1)
+
+    def key_bias(self, k_index: Tensor) -> Tensor:
+        return self.logit.float()[:, None] * (k_index == 0)
+
+
+class SinkLogits(nn.Module):
+    """One logit for each head of a layer, initialised as gpt-oss in transformers: normal, standard deviation 0.02."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.logit = nn.Parameter(torch.randn(shape.n_heads) * 0.02)
+
+    def forward(
+        self, x: Tensor, heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, cache: Cache | None
+    ) -> Tensor:
+        S, T = heads.q.shape[2], heads.k.shape[2]
+
+        def with_sink(x: Tensor) -> Tensor:
+            return F.pad(x, (0, 0, 1, 0))  # along the tokens
+
+        # As many queries as keys remain as many, so that attention needs no mask: the first query is dropped again
+        heads = map_keys(map_queries(heads, with_sink) if S == T else heads, with_sink)
+        change = replace(change, sinks=change.sinks + 1)  # any window shows the sink
+        return attention.attend(replace(heads, sinks=1), SinkBias(self.logit), indices(heads), change)[:, :, -S:]
+
+
+class Sink(Encoding):
+    """Without rotation."""
+
+    def layer_module(self, layer: int) -> nn.Module:
+        return SinkLogits(self.shape)
+
+
+class RotarySink(Rope):
+    """With RoPE, as in gpt-oss."""
+
+    def layer_module(self, layer: int) -> nn.Module:
+        return SinkLogits(self.shape)
+
+
+def build(shape: Shape, base: float | None) -> Encoding:
+    """base: of RoPE; None: no rotation."""
+    return Sink(shape) if base is None else RotarySink(shape, base, interleaved=False)

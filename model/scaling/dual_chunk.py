@@ -1,0 +1,56 @@
+"""Dual Chunk Attention (An et al. 2024, arXiv 2402.17463; in Qwen2.5-1M): positions count from the start of chunks.
+
+A key at n has the position n mod s, with chunks of s tokens. A query at m has m mod s for keys of its own chunk, the
+least of m mod s + s and c for those of the chunk before (so `local` = c - s tokens keep their distance across the
+border), and c for those of earlier chunks (2 s - 1 if that is less). As in the authors' code c is 3 L / 4 and `local`
+L / 8; the paper has c = L - 1. Evaluation only.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from conf.errors import check
+from model.position_maps import PositionMap, Region
+from model.scaling import ContextChange, TrainedContext
+
+PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
+
+
+@dataclass(frozen=True)
+class Chunks(PositionMap):
+    """Chunks of s tokens, whose queries have the position c at most."""
+
+    s: int
+    c: int
+
+    @property
+    def unchanged_up_to(self) -> int:
+        return self.s
+
+    def regions(self) -> list[Region]:
+        s, c = self.s, self.c
+
+        def succeeding(m: Tensor) -> Tensor:
+            return (m % s + s).clamp(max=c)
+
+        return [
+            Region(lambda m: m // s * s, succeeding, lambda n: n % s),
+            Region(lambda m: m // s * s - s, lambda m: m * 0 + min(c, 2 * s - 1), lambda n: n % s),
+        ]
+
+
+def scale(
+    trained: TrainedContext, n: int, size: int | None = None, local: int | None = None, always: bool = False
+) -> ContextChange:
+    """size: c in tokens, the largest position, None: 3 L / 4. local: tokens, None: L / 8. always: also at n <= L.
+
+    UserError for a value out of range, NotApplicable without rotary frequencies.
+    """
+    L = trained.longest_trained_ctx
+    trained.inv_freq  # noqa: B018 (NotApplicable if there is nothing to change)
+    c = max(1, 3 * L // 4) if size is None else size
+    check(1 <= c <= L, "scaling.size", size, f"between 1 and the trained context, {L}")
+    w = min(L // 8, c - 1) if local is None else local
+    check(0 <= w < c, "scaling.local", local, f"at least 0 and less than size={c}")
+    return ContextChange(position_map=Chunks(c - w, c)) if n > L or always else ContextChange()

@@ -1,0 +1,51 @@
+"""SelfExtend (Jin et al. 2024, arXiv 2401.01325): distant tokens have the positions of groups of tokens.
+
+A key at distance r < w, a neighbour of the query, is rotated by r. For the others, `group` tokens in a row share a
+position: the key is at n // group, the query at m // group + w - w // group, so that distances go on from about w.
+Evaluation only.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+from conf.errors import UserError
+from model.position_maps import PositionMap, Region
+from model.scaling import ContextChange, NotApplicable, TrainedContext
+
+PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
+
+
+@dataclass(frozen=True)
+class Grouped(PositionMap):
+    """Keys at distance w or more have the positions of their groups."""
+
+    w: int
+    group: int
+
+    @property
+    def unchanged_up_to(self) -> int:
+        return self.w
+
+    def regions(self) -> list[Region]:
+        shift = self.w - self.w // self.group
+        return [Region(lambda m: m - self.w + 1, lambda m: m // self.group + shift, lambda n: n // self.group)]
+
+
+def scale(
+    trained: TrainedContext, n: int, size: int | None = None, group: int | str = "auto", always: bool = False
+) -> ContextChange:
+    """size: w in tokens, None: L / 2. group: tokens that share a position, "auto": the fewest with which no distance
+    exceeds L. always: also at n <= L. UserError for a value out of range, NotApplicable without rotary frequencies.
+    """
+    L = trained.longest_trained_ctx
+    w = max(1, L // 2) if size is None else size
+    trained.inv_freq  # noqa: B018 (NotApplicable if there is nothing to change)
+    if not 1 <= w <= L:
+        raise UserError(f"scaling.size={size}: must be between 1 and the trained context, {L}")
+    if group == "auto":
+        if w == L:
+            raise NotApplicable(f"group=auto needs size below the trained context, {L}")
+        group = next(g for g in itertools.count(1) if (n - 1) // g + w - w // g < L)
+    elif isinstance(group, str) or group < 1:
+        raise UserError(f"scaling.group={group}: must be auto or a whole number of at least 1")
+    return ContextChange(position_map=Grouped(w, group)) if n > L or always else ContextChange()

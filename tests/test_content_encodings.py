@@ -1,0 +1,350 @@
+"""Encodings that see content, KERPLE and FIRE: against the papers' formulas, written out pair by pair in float64."""
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from model import attention, gpt
+from model.attention import Heads
+from model.content_attention import wide_linear
+from model.decode import Cache
+from model.pos.fox import ForgetBias
+from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
+from tests.helpers import SMALL, choices, encoding_of, import_or_skip, model_of, random_tokens, train_settings
+
+CONTENT = [pos for pos in choices("pos") if encoding_of(pos).sees_content]
+BASES = [None, 10000.0]
+
+
+def model_with(pos: str, *overrides: str) -> gpt.GPT:
+    """A float64 model in which no parameter of the encoding is at its initial value."""
+    model = model_of(pos, *overrides)
+    torch.manual_seed(3)
+    for name, p in model.named_parameters():
+        if ".content." in name or name.startswith("pos."):
+            torch.nn.init.uniform_(p, -1, 1)
+    return model
+
+
+# ---- the reference: one layer's attention, pair by pair ----
+
+
+class Layer:
+    """The first layer's queries, keys and values of one text, rotated by complex numbers if base is a number."""
+
+    def __init__(self, model: gpt.GPT, tokens: torch.Tensor, base: float | None):
+        self.parameters = dict(model.blocks[0].attention.named_parameters())
+        self.x = model.blocks[0].norm1(model.tokens(tokens))[0]  # [T, C]
+        layer, D = model.blocks[0].attention, 16
+        qkv = layer.qkv(self.x).unflatten(-1, (-1, D))
+        q, k, v = qkv.split((layer.H, layer.G, layer.G), dim=1)
+        if base is not None:
+            angle = torch.arange(len(q))[:, None, None] * base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+            q, k = (self.rotated(t, angle) for t in (q, k))
+        repeats = layer.H // layer.G
+        self.q, self.k, self.v = q, k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+
+    @staticmethod
+    def rotated(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+        z = torch.complex(x[..., :8], x[..., 8:]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat((z.real, z.imag), dim=-1)
+
+    def score(self, h: int, i: int, j: int) -> torch.Tensor:
+        return self.q[i, h] @ self.k[j, h] / 4
+
+    def output(self, seen: Callable, weights: Callable) -> torch.Tensor:
+        """[T, H * D]. seen(i): the keys of query i. weights(h, i, keys): the weight of each of them."""
+        rows = []
+        for i in range(len(self.q)):
+            keys = seen(i)
+            heads = [sum(w * self.v[j, h] for w, j in zip(weights(h, i, keys), keys, strict=True)) for h in range(4)]
+            rows.append(torch.cat(heads))
+        return torch.stack(rows)
+
+
+def softmax(scores: list[torch.Tensor]) -> list[torch.Tensor]:
+    powers = [s.exp() for s in scores]
+    return [p / sum(powers) for p in powers]
+
+
+def fox(layer: Layer) -> Callable:
+    """log f summed token by token, arXiv 2503.02130, eq. 4 to 6."""
+    w, b = layer.parameters["content.gate.weight"], layer.parameters["content.gate.bias"]
+
+    def weights(h, i, keys):
+        def forgotten(j):
+            return sum((torch.sigmoid(w[h] @ layer.x[t] + b[h]).log() for t in range(j + 1, i + 1)), torch.tensor(0.0))
+
+        return softmax([layer.score(h, i, j) + forgotten(j) for j in keys])
+
+    return weights
+
+
+def ssmax(layer: Layer) -> Callable:
+    """n^(s z_j) / sum of them, arXiv 2501.19399, eq. 2."""
+    s = layer.parameters["content.s"]
+
+    def weights(h, i, keys):
+        powers = [len(keys) ** (s[h] * layer.score(h, i, j)) for j in keys]
+        return [p / sum(powers) for p in powers]
+
+    return weights
+
+
+def sink_logits(layer: Layer) -> Callable:
+    """exp(sink) in the denominator only."""
+    sink = layer.parameters["content.logit"]
+
+    def weights(h, i, keys):
+        powers = [layer.score(h, i, j).exp() for j in keys]
+        return [p / (sum(powers) + sink[h].exp()) for p in powers]
+
+    return weights
+
+
+def cope(layer: Layer) -> Callable:
+    """Arxiv 2405.18719, eq. 3 to 6; the gates of keys that the query does not see are not counted."""
+    table = layer.parameters["content.table"]
+    last = table.shape[1] - 1
+
+    def weights(h, i, keys):
+        scores = []
+        for j in keys:
+            p = sum(1 / (1 + (-layer.score(h, i, t)).exp()) for t in keys if t >= j).clamp(max=last)
+            low = min(int(p), last - 1)
+            embedding = table[:, low] * (low + 1 - p) + table[:, low + 1] * (p - low)
+            scores.append(layer.score(h, i, j) + layer.q[i, h] @ embedding)
+        return softmax(scores)
+
+    return weights
+
+
+REFERENCES = {"fox": fox, "ssmax": ssmax, "sink_logits": sink_logits, "cope": cope}
+
+
+def attention_output(model: gpt.GPT, tokens: torch.Tensor, change: ContextChange) -> torch.Tensor:
+    """What the first layer's attention hands to its output projection, [T, H * D]."""
+    seen = []
+    handle = model.blocks[0].attention.out.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    model(tokens, change=change)
+    handle.remove()
+    return seen[0][0]
+
+
+def test_these_encodings_see_content():
+    assert set(REFERENCES) <= set(CONTENT)
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("change", [NO_CHANGE, ContextChange(window=5), ContextChange(window=4, sinks=2)])
+@pytest.mark.parametrize("pos, base", [(p, b) for p in REFERENCES for b in (BASES if p != "cope" else [None])])
+def test_attention_is_the_papers_formula(pos, base, change, grad, monkeypatch):
+    knobs = ["pos.positions=4"] if pos == "cope" else [f"pos.base={'null' if base is None else base}"]
+    model, tokens = model_with(pos, "model.n_kv_heads=2", *knobs), random_tokens(1, 10)
+    if not grad:
+        monkeypatch.setattr(attention, "QUERY_BLOCK", 5)
+
+    def seen(i: int) -> list[int]:
+        return [j for j in range(i + 1) if change.window is None or i - j < change.window or j < change.sinks]
+
+    with torch.set_grad_enabled(grad):
+        got = attention_output(model, tokens, change)
+    with torch.no_grad():
+        layer = Layer(model, tokens, base)
+        want = layer.output(seen, REFERENCES[pos](layer))
+    assert (got - want).abs().max() < (1e-6 if base is None else 1e-5)  # the tables of angles are float32
+
+
+def in_chunks(i: int, j: int) -> int:
+    """Relative positions of Dual Chunk Attention with chunks of 3 and a largest position of 5."""
+    own, chunk = i // 3 * 3, j // 3 * 3
+    return i - j if chunk == own else (min(i - own + 3, 5) if chunk == own - 3 else 5) - (j - chunk)
+
+
+MAPS = {
+    "rerope": ({"kind": "rerope", "size": 5}, lambda i, j: min(i - j, 5)),
+    "dual_chunk": ({"kind": "dual_chunk", "size": 5, "local": 2}, in_chunks),
+}
+
+
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("pos", ["fox", "ssmax", "sink_logits"])
+def test_maps_of_positions_and_logn_apply_to_rotary_encodings_that_see_content(pos, name):
+    """The reference is the same layer with other relative positions, and with a factor on its queries."""
+    model, tokens = model_with(pos, "pos.base=10000"), random_tokens(1, 10)
+    trained = TrainedContext(pos, 6, model.pos.inv_freq)
+    knobs, relative = MAPS[name]
+    change = resolve(knobs, trained, 10, 10, [{"kind": "logn"}])
+    with torch.no_grad():
+        layer, unrotated = Layer(model, tokens, 10000.0), Layer(model, tokens, None)
+
+        def mapped(h: int, i: int, j: int) -> torch.Tensor:
+            angle = model.pos.inv_freq * relative(i, j)
+            q = Layer.rotated(unrotated.q[i, h], angle)
+            return q @ unrotated.k[j, h] / 4 * max(1, math.log(i + 1) / math.log(6))
+
+        layer.score = mapped
+        want = layer.output(lambda i: range(i + 1), REFERENCES[pos](layer))
+        assert (attention_output(model, tokens, change) - want).abs().max() < 1e-5
+        assert (attention_output(model, tokens, NO_CHANGE) - want).abs().max() > 1e-3
+
+
+# ---- against implementations of others ----
+
+
+def test_sink_logits_equal_gpt_oss():
+    gpt_oss = import_or_skip("transformers.models.gpt_oss.modeling_gpt_oss")
+    model, tokens = model_with("sink_logits", "pos.base=null"), random_tokens(1, 10)
+    with torch.no_grad():
+        layer = Layer(model, tokens, None)
+        q, k, v = (t.transpose(0, 1)[None] for t in (layer.q, layer.k, layer.v))
+        module = SimpleNamespace(sinks=layer.parameters["content.logit"], num_key_value_groups=1, training=False)
+        mask = torch.full((10, 10), -math.inf, dtype=torch.float64).triu(1)[None, None]
+        theirs, _ = gpt_oss.eager_attention_forward(module, q, k, v, mask, scaling=0.25)
+        assert (attention_output(model, tokens, NO_CHANGE) - theirs[0].flatten(1)).abs().max() < 1e-7
+
+
+def test_ssmax_multiplies_queries_as_mistral_large_4():
+    mistral = import_or_skip("transformers.models.mistral_large4.modeling_mistral_large4")
+    theirs = mistral.MistralLarge4TextSoftmaxScaling(4).double()
+    model = model_with("ssmax")
+    scaling = model.blocks[0].attention.content
+    theirs.load_state_dict({"scale": scaling.s, "bias": torch.zeros(4)})
+    q, seen = torch.randn(1, 4, 10, 16, dtype=torch.float64), []
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(attention, "attend", lambda heads, *rest: seen.append(heads.q))
+        scaling(torch.zeros(1), Heads(q, q, q), model.pos, torch.arange(10), NO_CHANGE, None)
+        assert (seen[0] - theirs(q, torch.arange(10)[None], True)).abs().max() < 1e-6  # they take logs in float32
+
+
+# ---- memory, precision, decoding, weights ----
+
+
+@pytest.mark.parametrize("pos", [p for p in REFERENCES if p != "cope"])
+def test_no_mask_is_made_for_a_whole_text(pos, monkeypatch):
+    """So the memory is linear in T, as that of the fused kernels."""
+    model, tokens = model_with(pos), random_tokens()
+
+    def fail(*args):
+        raise AssertionError("a mask was made")
+
+    monkeypatch.setattr(attention, "query_blocks", fail)
+    with torch.no_grad():
+        model(tokens)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-3), (torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
+def test_forget_gates_are_exact_over_thousands_of_tokens(dtype, tolerance):
+    """c reaches -3000, where float32 has steps of 0.0002 and bfloat16 would have steps of 16."""
+    T, generator = 1500, torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 4, T, 16, generator=generator).to(dtype).unbind()
+    c = -(torch.rand(1, 4, T, generator=generator) * torch.tensor([4.0, 1.0, 0.1, 0.01])[:, None]).cumsum(-1)
+    with torch.no_grad():
+        got = attention.attend(Heads(q, k, v), ForgetBias(c), torch.arange(T), NO_CHANGE)
+        bias = c.double()[..., None] - c.double()[..., None, :]
+        scores = q.double() @ k.double().transpose(-1, -2) / 4 + bias
+        want = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf).softmax(-1) @ v.double()
+    assert (got.double() - want).abs().max() < tolerance
+
+
+def test_gates_are_computed_in_float32_under_autocast():
+    layer, x = torch.nn.Linear(64, 4), torch.randn(2, 5, 64)
+    with torch.no_grad():
+        want = layer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(wide_linear(x, layer), want) and not torch.equal(layer(x).float(), want)
+
+
+@pytest.mark.parametrize("change", [NO_CHANGE, ContextChange(window=5, sinks=1)])
+@pytest.mark.parametrize("pos", [*REFERENCES, "kerple", "fire"])
+def test_several_new_tokens_at_once_continue_a_cache(pos, change):
+    """One by one, with every scaling method: tests/test_sample.py."""
+    model, x, cache = model_with(pos), random_tokens(2, 20), Cache()
+    with torch.inference_mode():
+        parts = [model.last_logits(part, part.shape[1], change, cache) for part in x.split([7, 1, 12], dim=1)]
+        assert (torch.cat(parts, 1) - model(x, change=change)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("pos", [*REFERENCES, "kerple", "fire"])
+def test_all_parameters_learn_and_are_restored(pos):
+    cfg = train_settings(f"pos={pos}", *SMALL)
+    model = gpt.build(cfg, 50)
+    model.losses(random_tokens(2, 33)[:, :-1], random_tokens(2, 33)[:, 1:]).mean().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+    names = [name for name, _ in model.named_parameters() if ".content." in name or name.startswith("pos.")]
+    assert names and model.n_parameters() > gpt.build(train_settings("pos=none", *SMALL), 50).n_parameters()
+    restored = gpt.from_weights(cfg, 50, model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(restored(random_tokens()), model(random_tokens()))
+
+
+def test_initial_values_are_those_of_the_papers():
+    def content(pos: str, *overrides: str) -> torch.nn.Module:
+        return gpt.build(train_settings(f"pos={pos}", *SMALL, *overrides), 50).blocks[1].attention.content
+
+    gates = content("fox", "model.width=512", "model.n_heads=8").gate
+    assert gates.bias.abs().max() == 0 and gates.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    s = content("ssmax", "ctx=1024", "batch_tokens=1024").s
+    assert torch.allclose(s, torch.tensor(1024 / sum(math.log(n) for n in range(1, 1025))))  # 0.168
+    assert content("ssmax", "ctx=1", "batch_tokens=1").s.isfinite().all()
+    assert 0 < content("sink_logits", "model.width=512", "model.n_heads=32").logit.std() < 0.04
+    assert content("cope").table.shape == (16, 64) and content("cope").table.abs().max() == 0
+    kerple = encoding_of("kerple", "model.width=1024", "model.n_heads=256")
+    p, a = kerple.log_p.exp(), kerple.log_a.exp()
+    assert 0.0099 < p.min() < 0.1 and 1.8 < p.max() < 2 and 0.0099 < a.min() < 0.1 and 0.9 < a.max() < 1
+    assert encoding_of("fire").threshold == 8 and encoding_of("fire").c.item() == pytest.approx(0.1)
+
+
+# ---- KERPLE and FIRE ----
+
+
+def test_kerple_is_its_formula():
+    encoding = encoding_of("kerple")
+    i, j = torch.tensor([0, 3, 700]), torch.tensor([0, 2, 3, 100_000])
+    bias = encoding.bias(i + 50, j + 50)
+    for h in range(4):
+        p, a = encoding.log_p[h].exp().item(), encoding.log_a[h].exp().item()
+        for m in range(3):
+            for n in range(4):
+                if (d := int(i[m] - j[n])) >= 0:
+                    assert bias[h, m, n].item() == pytest.approx(-p * math.log(1 + a * d), rel=1e-5)
+
+
+@pytest.mark.parametrize("threshold", ["null", "100"])
+def test_fire_is_its_formula(threshold):
+    encoding = encoding_of("fire", f"pos.threshold={threshold}").double()
+    torch.nn.init.uniform_(encoding.c, 0.2, 0.3)
+    torch.nn.init.uniform_(encoding.multiplier, 1.1, 1.2)
+    first, _, second = encoding.mlp
+    q = torch.arange(200)  # more than are computed at a time
+    bias = encoding.bias(q, q)
+    assert bias.shape == (4, 200, 200)
+    L, c = encoding.multiplier.item() * (8 if threshold == "null" else 100), encoding.c.item()
+    for i, j in ((0, 0), (5, 2), (63, 1), (64, 0), (150, 149), (199, 0)):
+        share = math.log(1 + c * (i - j)) / math.log(1 + c * max(i, L))
+        hidden = [max(0.0, w.item() * share + b.item()) for w, b in zip(first.weight, first.bias, strict=True)]
+        for h in range(4):
+            want = sum(w.item() * x for w, x in zip(second.weight[h], hidden, strict=True)) + second.bias[h].item()
+            assert bias[h, i, j].item() == pytest.approx(want, abs=1e-5)
+
+
+# ---- refused settings ----
+
+
+@pytest.mark.parametrize("pos, setting, right", [
+    ("cope", "pos.positions=1", "at least 2"), ("fire", "pos.hidden=0", "at least 1"),
+    ("fire", "pos.threshold=0", "null or above 0"), ("fox", "pos.base=0.5", "at least 1"),
+])  # fmt: skip
+def test_knobs_out_of_range_are_refused(pos, setting, right):
+    with pytest.raises(UserError, match=f"{setting}: must be {right}"):
+        encoding_of(pos, setting)
+
+
+@pytest.mark.parametrize("pos", CONTENT)
+def test_linear_attention_has_no_scores_for_them(pos):
+    with pytest.raises(UserError, match=f"attention=linear: has no scores that pos={pos} could change"):
+        encoding_of(pos, "attention=linear")

@@ -1,0 +1,136 @@
+"""SelfExtend and Dual Chunk Attention: the relative positions of every pair, written out by loops over chunks."""
+
+import math
+
+import pytest
+import torch
+
+from conf.errors import UserError
+from model import attention, gpt
+from model.position_maps import Clipped
+from model.scaling import ContextChange, NotApplicable, TrainedContext, resolve
+from model.scaling.dual_chunk import Chunks
+from model.scaling.self_extend import Grouped
+from tests.helpers import model_of, random_tokens, yaml_values
+
+T = 24
+
+
+def self_extend(w: int, group: int) -> torch.Tensor:
+    """LongLM's self_extend_patch/Llama.py: group positions everywhere, replaced by the plain ones for neighbours."""
+    relative = torch.zeros(T, T, dtype=torch.float64)
+    for m in range(T):
+        for n in range(m + 1):
+            relative[m, n] = m // group + (w - w // group) - n // group
+        for n in range(max(0, m - w + 1), m + 1):  # the neighbours: the query and w - 1 before it
+            relative[m, n] = m - n
+    return relative
+
+
+def dual_chunk(s: int, c: int) -> torch.Tensor:
+    """ChunkLlama's forward: one chunk of queries after another, with tables for the keys before, and those before."""
+    k = [n % s for n in range(T)]
+    q = list(range(s))
+    q_next = [min(i + s, c) for i in range(s)]
+    relative = torch.zeros(T, T, dtype=torch.float64)
+    for begin in range(0, T, s):
+        for m in range(begin, min(begin + s, T)):
+            for n in range(begin, m + 1):
+                relative[m, n] = q[m - begin] - k[n]
+            for n in range(max(0, begin - s), begin):
+                relative[m, n] = q_next[m - begin] - k[n]
+            for n in range(max(0, begin - s)):
+                relative[m, n] = q_next[s - 1] - k[n]
+    return relative
+
+
+CASES = [
+    *((Grouped(w, g), self_extend(w, g)) for w, g in ((6, 3), (6, 4), (5, 1), (1, 2), (30, 3))),
+    *((Chunks(s, c), dual_chunk(s, c)) for s, c in ((5, 7), (8, 8), (6, 30), (1, 1), (24, 24))),
+]
+
+
+def attention_output(model: gpt.GPT, tokens: torch.Tensor, change: ContextChange) -> torch.Tensor:
+    """What the first layer's attention hands to its output projection, [T, H * D]."""
+    seen = []
+    handle = model.blocks[0].attention.out.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        model(tokens, change=change)
+    handle.remove()
+    return seen[0][0]
+
+
+def dense(model: gpt.GPT, tokens: torch.Tensor, relative: torch.Tensor) -> torch.Tensor:
+    """The same with every pair's relative position given, in float64."""
+    block = model.blocks[0]
+    q, k, v = block.attention.qkv(block.norm1(model.tokens(tokens)))[0].unflatten(-1, (-1, 16)).split(4, dim=1)
+    angle = relative[..., None] * model.pos.inv_freq  # [T, T, P]
+    q, k = (torch.complex(t[..., :8], t[..., 8:]) for t in (q, k))  # [T, H, P]
+    scores = torch.einsum("qhi,khi,qki->hqk", q, k.conj(), torch.polar(torch.ones_like(angle), angle)).real / 4
+    scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+
+
+@pytest.mark.parametrize("block", [7, 512])
+@pytest.mark.parametrize("position_map, relative", CASES, ids=lambda x: "" if isinstance(x, torch.Tensor) else str(x))
+def test_every_pair_has_the_published_relative_position(position_map, relative, block, monkeypatch):
+    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    model, tokens = model_of("rope"), random_tokens(1, T)
+    got = attention_output(model, tokens, ContextChange(position_map=position_map))
+    with torch.no_grad():
+        assert (got - dense(model, tokens, relative)).abs().max() < 1e-5
+        plain = dense(model, tokens, (torch.arange(T)[:, None] - torch.arange(T)).double())
+    # Equal to plain RoPE exactly up to the length that the map says
+    n = min(position_map.unchanged_up_to, T)
+    assert (got - plain)[:n].abs().max() < 1e-5
+    changed = (relative - torch.arange(T)[:, None] + torch.arange(T)).tril().abs().sum() > 0
+    assert ((got - plain).abs().max() > 1e-2) == changed
+
+
+def test_selfextend_with_groups_of_one_and_chunks_of_the_whole_text_change_nothing():
+    for position_map in (Grouped(5, 1), Chunks(T, T), Grouped(T, 9)):
+        relative = self_extend(5, 1) if isinstance(position_map, Grouped) else dual_chunk(T, T)
+        assert torch.equal(relative.tril(), (torch.arange(T)[:, None] - torch.arange(T)).double().tril())
+
+
+@pytest.mark.parametrize("n", [65, 100, 128, 512, 5000])
+def test_the_default_knobs_keep_all_distances_within_the_trained_context(n):
+    """group=auto is the fewest tokens that do; the largest distance is that of the last query and the first key."""
+    trained = TrainedContext("rope", 64, torch.ones(4, dtype=torch.float64))
+    for name in ("self_extend", "dual_chunk"):
+        position_map = resolve(yaml_values("scaling", name), trained, n, n).position_map
+        positions = torch.arange(n)
+        largest = max(int((r.q(positions).max() - r.k(positions).min()).item()) for r in position_map.regions())
+        assert largest < 64
+        if name == "self_extend":
+            w, fewer = 32, position_map.group - 1
+            assert fewer == 0 or (n - 1) // fewer + w - w // fewer >= 64
+        else:
+            assert position_map == Chunks(40, 48)  # L / 8 tokens less than 3 L / 4
+        assert resolve(yaml_values("scaling", name), trained, 64, n).position_map is None
+        assert resolve({**yaml_values("scaling", name), "always": True}, trained, 64, n).position_map is not None
+
+
+def test_maps_are_equal_if_they_change_the_same():
+    assert Clipped(5) == Clipped(5) != Clipped(5, 2.0)
+    assert ContextChange(position_map=Grouped(4, 2)).effect(9, None) == ContextChange(
+        position_map=Grouped(4, 2)
+    ).effect(9, None)
+    assert ContextChange(position_map=Grouped(4, 2)).effect(4, None) == ContextChange().effect(4, None)
+    assert ContextChange(position_map=Chunks(4, 5)).effect(9, None) != ContextChange().effect(9, None)
+    assert ContextChange(window=5, position_map=Chunks(4, 5)).reach(100, 1, 2) == 100
+
+
+@pytest.mark.parametrize("knobs, message", [
+    ({"kind": "self_extend", "size": 65}, r"scaling\.size=65: must be between 1 and the trained context, 64"),
+    ({"kind": "self_extend", "group": 0}, r"scaling\.group=0: must be auto or a whole number of at least 1"),
+    ({"kind": "self_extend", "group": "some"}, r"scaling\.group=some: must be auto or a whole number"),
+    ({"kind": "dual_chunk", "size": 0}, r"scaling\.size=0: must be between 1 and the trained context, 64"),
+    ({"kind": "dual_chunk", "size": 8, "local": 8}, r"scaling\.local=8: must be at least 0 and less than size=8"),
+])  # fmt: skip
+def test_knobs_out_of_range_are_refused(knobs, message):
+    trained = TrainedContext("rope", 64, torch.ones(4, dtype=torch.float64))
+    with pytest.raises(UserError, match=message):
+        resolve(knobs, trained, 128, 128)
+    with pytest.raises(NotApplicable, match="group=auto needs size below"):
+        resolve({"kind": "self_extend", "size": 64}, trained, 128, 128)
