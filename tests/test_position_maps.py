@@ -11,6 +11,7 @@ from model.position_maps import Clipped
 from model.scaling import ContextChange, NotApplicable, TrainedContext, resolve
 from model.scaling.dual_chunk import Chunks
 from model.scaling.self_extend import Grouped
+from model.spectrum import frequencies
 from tests.helpers import model_of, random_tokens, yaml_values
 
 T = 24
@@ -112,12 +113,13 @@ def test_the_default_knobs_keep_all_distances_within_the_trained_context(n):
 
 
 def test_maps_are_equal_if_they_change_the_same():
+    run = TrainedContext("rope", 4, frequencies(8, 10000.0))
     assert Clipped(5) == Clipped(5) != Clipped(5, 2.0)
-    assert ContextChange(position_map=Grouped(4, 2)).effect(9, None) == ContextChange(
-        position_map=Grouped(4, 2)
-    ).effect(9, None)
-    assert ContextChange(position_map=Grouped(4, 2)).effect(4, None) == ContextChange().effect(4, None)
-    assert ContextChange(position_map=Chunks(4, 5)).effect(9, None) != ContextChange().effect(9, None)
+    assert ContextChange(position_map=Grouped(4, 2)).effect(9, run) == ContextChange(position_map=Grouped(4, 2)).effect(
+        9, run
+    )
+    assert ContextChange(position_map=Grouped(4, 2)).effect(4, run) == ContextChange().effect(4, run)
+    assert ContextChange(position_map=Chunks(4, 5)).effect(9, run) != ContextChange().effect(9, run)
     assert ContextChange(window=5, position_map=Chunks(4, 5)).reach(100, 1, 2) == 100
 
 
