@@ -1,9 +1,9 @@
 """kill -9 at random moments of train.py, eval.py, compare.py and a study: python -m tests.kill --kills 100 --folder DIR
 
 A round starts a command again and again and kills it, with its children, after a random part of its usual time, until
-it ends by itself or was killed often enough. Then its result must equal, to the bit, that of a command that was never killed, and no temporary
-file may be left. The counts are kept in DIR/kills.json after every round, so the script can be stopped and started
-again. Exit code 1 if a round fails; its folder is kept.
+it ends by itself or has been killed a random number of times. Then its result must equal, to the bit, that of a
+command that was never killed, and no temporary file may be left. The counts are kept in DIR/kills.json after every
+round, so the script can be stopped and started again. Exit code 1 if a round fails; its folder is kept.
 """
 
 import argparse
