@@ -12,7 +12,7 @@ from conf.errors import UserError
 def wait_or_refuse(folder: Path, descriptor: int, e: OSError, wait: bool) -> None:
     """With wait=True wait for the lock of this open folder; otherwise raise a UserError that names its owner.
 
-    e: why the lock was not to be had at once. Without locks in the file system the process goes on without one.
+    e: why the lock could not be taken at once. If the file system has no locks, the process continues without one.
     """
     if not isinstance(e, BlockingIOError):
         return

@@ -53,7 +53,7 @@ def save(run: Path, plain: dict[str, Any], model: nn.Module, optimizer: torch.op
         checkpoint.write_atomically(folder / f"{distributed.rank()}.pt", lambda f: torch.save(part, f))
     except UserError as e:
         error = str(e)
-    if errors := [e for e in ranks.interleave([error]) if e]:  # also: no rank goes on before all have written
+    if errors := [e for e in ranks.interleave([error]) if e]:  # no rank continues before all have written
         raise UserError(errors[0])
 
     def finish() -> None:

@@ -197,7 +197,7 @@ class Evaluation:
     def measure_length(self, method: Method, n: int) -> tuple[list[Row], np.ndarray | None]:
         """(the row of a method at length n, and one for each distance of the task; the losses of all targets)
 
-        Where the method changes nothing, the rows are those without scaling, and there are no losses of its own.
+        If the method changes nothing at this length, the rows without scaling are used, and the losses are None.
         """
         began, change = time.monotonic(), self.change(method, n)
         self.bar.set_postfix_str(f"{method.label}, n={n}", refresh=False)

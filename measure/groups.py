@@ -81,7 +81,7 @@ def group_rows(evaluation: Evaluation, curves: dict[str, Curve], method: Method,
             continue
         bar = better_control(window, none)
         picked = [bar.windows.index(w) for w in row.windows]
-        # A method that changes nothing at this length has no losses of its own: they are those without scaling
+        # If the method changes nothing at this length, only the losses without scaling are in a file
         same = not losses_file(files[method.label], row).exists() and row.nll == none[row.n].nll
         losses = target_losses(files["none" if same else method.label], row)
         control = target_losses(files[bar.label], bar)[:, picked]

@@ -1,9 +1,9 @@
 """kill -9 at random moments of train.py, eval.py, compare.py and a study: python -m tests.kill --kills 100 --folder DIR
 
 A round starts a command again and again and kills it, with its children, after a random part of its usual time, until
-it ends by itself. Then its result must equal, to the bit, that of a command that was never killed, and no temporary
-file may be left. The counts are kept in DIR/kills.json after every round, so the script can be stopped and started
-again. Exit code 1 if a round fails; its folder is kept.
+it ends by itself or has been killed a random number of times. Then its result must equal, to the bit, that of a
+command that was never killed, and no temporary file may be left. The counts are kept in DIR/kills.json after every
+round, so the script can be stopped and started again. Exit code 1 if a round fails; its folder is kept.
 """
 
 import argparse
@@ -124,7 +124,7 @@ def one_round(name: str, folder: Path, seconds: float, most: int, rng: random.Ra
     while kills < most:
         process = start(kind, work)
         try:
-            process.wait(rng.uniform(0, seconds))
+            process.wait(rng.uniform(0, 2 * seconds / (most + 1)))  # the kills of a round cover the usual time
             break  # it was faster
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
@@ -153,7 +153,7 @@ def main() -> None:
     while sum(done.values()) < args.kills:
         name = min(KINDS, key=lambda name: done[name] / SHARES[name])
         rng = random.Random(f"{name} {done[name]} {time.time()}")
-        most = min(rng.randint(1, 5), args.kills - sum(done.values()))
+        most = min(rng.randint(3, 6), args.kills - sum(done.values()))
         done[name] += one_round(name, folder, seconds[name], most, rng)
         rounds += 1
         file.write_text(json.dumps(done))

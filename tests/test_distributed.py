@@ -297,6 +297,16 @@ def test_recomputed_blocks_give_the_same_gradients_with_less_memory():
     assert kept[1] < kept[0] / 3
 
 
+def test_rows_that_cannot_be_shared_evenly_are_one_line(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(UserError) as stop:
+        distributed.local_rows(512, 64)
+    assert str(stop.value) == "batch_tokens=512: must be a multiple of ctx x WORLD_SIZE = 64 x 3 = 192"
+    assert distributed.local_rows(576, 64) == slice(3, 6)
+
+
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_batch_that_cannot_be_split_is_one_line_and_nothing_is_written(here):
     code, _, err = finish(torchrun(3, "train.py", *SETTINGS, "name=x"))

@@ -10,6 +10,7 @@ from tests import fuzz
 SECONDS = 15  # in CI; the long form is python -m tests.fuzz --inputs 2000
 
 
+@pytest.mark.process
 def test_random_settings_and_damaged_files_end_well_or_with_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # restored after the test
     fuzz.prepare(tmp_path)

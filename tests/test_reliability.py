@@ -106,6 +106,7 @@ class Malicious:
         return Path.touch, (Path("executed"),)
 
 
+@pytest.mark.process
 def test_no_file_of_a_run_or_a_cache_is_unpickled(here):
     """R1: .metadata of shards/N was unpickled. Every file of a run, of its shards and of a cache is a pickle here."""
     run_train("steps=2", "name=x", "ctx=16", "batch_tokens=16", "cache=cache", *settings_of(small_corpus(here)))
@@ -284,6 +285,7 @@ def test_each_kind_of_damage_has_its_line(x):
     assert "ckpt.pt: cannot be read (Is a directory)" in line_of(checkpoint.load, x)
 
 
+@pytest.mark.process
 def test_a_checkpoint_with_missing_or_other_parts_is_one_line(x):
     """R13: 20 of 52 such files ended in a traceback, in train.py or eval.py."""
     path, tried = x / "ckpt.pt", 0
