@@ -135,8 +135,8 @@ def test_eval_says_what_is_wrong(argv, right, here, monkeypatch):
 @pytest.mark.parametrize(
     "argv, right",
     [
-        (["plus=nothing"], r"plus=nothing: must be one of dynamic_hf, "),
-        (["plus=[logn,3]"], r"plus=3: must be one of dynamic_hf, "),
+        (["plus=nothing"], r"plus=nothing: must be one of dual_chunk, "),
+        (["plus=[logn,3]"], r"plus=3: must be one of dual_chunk, "),
         (["ctx=-5"], r"ctx=-5: must be a whole number of at least 1"),
         (["ctx=abc"], r"ctx=abc: must be a whole number"),
         (["documents=0"], r"documents=0: must be at least 1"),
