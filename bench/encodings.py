@@ -1,7 +1,7 @@
 """Tokens/s of training with several encodings and layer schedules, relative to rope: python -m bench.encodings pos=fox
 
-Each argument is one training, as settings of train.py: `pos=fox`, `layers=swan`, or several, 'pos=rope pos.base=500000'.
-All models are in one process. Rounds alternate between them and pos=rope, and medians of the step times are compared. The
+Each argument has the settings of one training of train.py: `pos=fox`, `layers=swan`, 'pos=rope pos.base=500000'. All
+models are in one process. Rounds alternate between them and pos=rope, and medians of the step times are compared. The
 row is appended to results/encoding_steps.jsonl.
 """
 
@@ -42,9 +42,9 @@ def main() -> None:
     from bench.step import interleaved, origin, our_step
 
     # All blocks share the code of one function, which is compiled for each kind of layer of each training
-    torch._dynamo.config.recompile_limit = 16 * len(settings)
-    steps = {name: our_step(cfg, args.compiled) for name, cfg in settings.items()}
-    seconds = interleaved(steps, args.rounds, args.steps)
+    with torch._dynamo.config.patch(recompile_limit=16 * len(settings)):
+        steps = {name: our_step(cfg, args.compiled) for name, cfg in settings.items()}
+        seconds = interleaved(steps, args.rounds, args.steps)
     speed = {name: cfg.batch_tokens / seconds[name] for name, cfg in settings.items()}
     relative = {name: round(value / speed[BASELINE], 3) for name, value in speed.items()}
     for name, value in speed.items():

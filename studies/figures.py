@@ -13,6 +13,7 @@ fewer than three seeds, the seeds are points instead.
 import argparse
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ LAYER_PANELS = {
 PANEL_DASHES = ("-", DASHED, DOTTED, MIXED)  # one after the other in a panel
 FEWEST_FOR_A_BAND = 3  # seeds: the range of two of them says little
 FORMATS = (".png", ".svg", ".pdf")
+
+Line = tuple[str, str, str, dict[str, Any]]  # (run, label of the method, name in the figure, style of the line)
 
 
 def style_of(name: str) -> dict[str, Any]:
@@ -119,11 +122,8 @@ def perplexity_axis(ax: Any) -> None:
 # ---- the figures ----
 
 
-def over_lengths(rows: Rows, curves: list[tuple[str, str, str, dict[str, Any]]], title: str) -> Any:
-    """A figure of perplexity against context length.
-
-    curves: (run, label of the method, name in the figure, style of the line). Curves without rows are left out.
-    """
+def over_lengths(rows: Rows, curves: Sequence[Line], title: str) -> Any:
+    """A figure of perplexity against context length. Curves without rows are left out."""
     fig, ax = plt.subplots(figsize=(9, 5.2))
     ends = draw_over_lengths(ax, rows, curves)
     perplexity_axis(ax)
@@ -133,7 +133,7 @@ def over_lengths(rows: Rows, curves: list[tuple[str, str, str, dict[str, Any]]],
     return fig
 
 
-def draw_over_lengths(ax: Any, rows: Rows, curves: list[tuple[str, str, str, dict[str, Any]]]) -> list[tuple]:
+def draw_over_lengths(ax: Any, rows: Rows, curves: Sequence[Line]) -> list[tuple]:
     """The lines of `over_lengths` and its x axis. Returns the labels of the lines."""
     L = rows[0]["train_ctx"]
     ends = []
@@ -271,10 +271,11 @@ def layers(rows: Rows) -> Any:
     All panels have rope, its window control and alibi.
     """
     rows = sorted(rows, key=lambda row: run_of(row) != "rope")  # L is that of rope
-    references = [
-        (run, "none", run, {"color": color_of("encodings", run), "linestyle": "-"}) for run in ("rope", "alibi")
+    references: list[Line] = [
+        ("rope", "none", "rope", style_of("rope")),
+        ("alibi", "none", "alibi", style_of("alibi")),
+        ("rope", "window", "rope, window control", CONTROL),
     ]
-    references.append(("rope", "window", "rope, window control", CONTROL))
     fig, axes = plt.subplots(1, len(LAYER_PANELS), figsize=(16, 5.2), sharey=True)
     fig.subplots_adjust(wspace=0.62)  # room for the names at the ends of the lines
     labels = []  # of each panel
