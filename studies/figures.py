@@ -38,6 +38,7 @@ SCHEDULES = ("gemma3", "sssl", "smollm3", "swan", "window_only")
 LAYER_PANELS = {
     "encodings": [(run, "none", run, color_of("encodings", run)) for run in (*NEWER_ENCODINGS, "sink_logits", "cope")],
     "layer schedules": [
+        ("none", "none", "NoPE (none)", color_of("encodings", "none")),
         *((run, "none", run, color_of("encodings", f"rope+{run}")) for run in SCHEDULES),
         ("swan", "logn", "swan, logn", color_of("encodings", "rope+swan")),
         ("gemma3", "yarn", "gemma3, yarn", color_of("encodings", "rope+gemma3")),
@@ -45,7 +46,7 @@ LAYER_PANELS = {
     "rope, changed after its training": [
         ("drope", "none", "drope", color_of("changes", "drope")),
         ("drope", "logn", "drope, logn", color_of("changes", "drope")),
-        ("abf", "none", "abf", color_of("changes", "abf")),
+        ("abf", "none", "abf, trained at 4 L", color_of("changes", "abf")),
         ("rope_to_swan", "none", "rope_to_swan", color_of("changes", "rope_to_swan")),
         ("rope_to_swan", "logn", "rope_to_swan, logn", color_of("changes", "rope_to_swan")),
         ("rope", "yarn", "rope, yarn (not trained)", color_of("methods", "yarn")),
@@ -290,7 +291,9 @@ def layers(rows: Rows) -> Any:
     for ax, ends in zip(axes, labels, strict=True):
         plots.end_labels(ax, ends, space=22)
     L = rows[0]["train_ctx"]
-    title = f"Encodings, layer schedules and changed encodings, trained at {L}\n{describe_seeds(rows)}"
+    seeds = describe_seeds(rows)
+    seeds += ": differences as large as those between two seeds of rope mean little" if seeds == "one seed" else ""
+    title = f"Newer encodings, layer schedules and changes of a trained rope beside rope and alibi, L = {L}\n{seeds}"
     fig.suptitle(title, fontsize=11, x=axes[0].get_position().x0, y=1.02, ha="left")
     return fig
 
