@@ -292,7 +292,7 @@ def layers(rows: Rows) -> Any:
         plots.end_labels(ax, ends, space=22)
     L = rows[0]["train_ctx"]
     seeds = describe_seeds(rows)
-    seeds += ": differences as large as those between two seeds of rope mean little" if seeds == "one seed" else ""
+    seeds += ": a difference below that between two seeds of rope means little" if seeds == "one seed" else ""
     title = f"Newer encodings, layer schedules and changes of a trained rope beside rope and alibi, L = {L}\n{seeds}"
     fig.suptitle(title, fontsize=11, x=axes[0].get_position().x0, y=1.02, ha="left")
     return fig

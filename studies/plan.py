@@ -191,7 +191,7 @@ def scaled_everywhere(size: Size, schedule: str, lengths: tuple[int, ...], seed:
     exp = tuple(x for x in size.train if x.startswith("exp="))
     settings = (f"layers={schedule}", "layers.L.scaled=true", "steps=1", "optim.lr=1e-30", f"seed={seed}")
     train = (*exp, f"init={schedule}-s{seed}", *settings)
-    return Job("further", f"{schedule}_scaled_everywhere-s{seed}", seed, train, 1, lengths, methods=("yarn",))
+    return Job("further", f"{schedule}_all_scaled-s{seed}", seed, train, 1, lengths, methods=("yarn",))
 
 
 PLANS = {"matrix": planned_jobs, "layers": layer_jobs}

@@ -233,7 +233,7 @@ def test_every_claim_about_layers_names_rows_that_their_plan_makes():
 @pytest.mark.parametrize("better", [True, False])
 def test_claims_about_layers_have_the_sign_of_their_text(better):
     """All hold where the losses of the runs that they favour rise less past L, and none in the opposite case."""
-    rises = {"rope": 4, "none": 3, "window_only": 4, "gemma3_scaled_everywhere": 4, "drope": -1, "abf": -1}
+    rises = {"rope": 4, "none": 3, "window_only": 4, "gemma3_all_scaled": 4, "drope": -1, "abf": -1}
     rises |= {"fox": 0, "kerple": -0.1, "fire": -0.3}  # of the others: 2
     rows = []
     for row in layer_study_rows((0, 1, 2)):

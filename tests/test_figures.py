@@ -59,7 +59,7 @@ def all_figures(rows) -> dict[str, Any]:
         "scaling": figures.scaling(new),
         "finetune": figures.finetune(old),
         "base": figures.base(old),
-        "layers": figures.layers(layer_study_rows()),
+        "layers and encodings": figures.layers(layer_study_rows()),
         "spectrum": drawn(spectrum.draw, by_method, 256, "title", Path("x.png")),
         "decay": drawn(decay.draw, by_base, by_scaling, 64, 512, 64, Path("x.png")),
         "compare": drawn(plots.draw_curves, methods_of_one_run(), Path("x.png"), "title"),
@@ -98,13 +98,13 @@ def test_a_method_and_an_encoding_have_one_colour_in_all_figures(all_figures):
                 assert name.get_color() in colors, (figure, label)  # of the line, too
                 seen.setdefault(f"{kind_of_name} {label}", set()).add(figure)
     assert {"spectrum", "scaling", "finetune", "decay", "compare", "one evaluation"} <= seen["methods none"]
-    assert len(seen["methods pi"]) >= 4 and len(seen["methods window"]) >= 5 and len(seen["encodings rope"]) == 2
+    assert len(seen["methods pi"]) >= 4 and len(seen["methods window"]) >= 5 and len(seen["encodings rope"]) == 3
 
 
 def test_the_lines_of_a_panel_of_layers_differ_in_colour_or_dashes(all_figures):
     """The ten runs are in one panel each, and the references in all."""
     shown: dict[str, int] = {}
-    for ax in all_figures["layers"].axes:
+    for ax in all_figures["layers and encodings"].axes:
         lines = [line for line in ax.lines if len(line.get_xdata()) > 2]
         assert len({(line.get_color(), str(line._dash_pattern)) for line in lines}) == len(lines)
         for name in (a.get_text() for a in ax.texts if a.arrow_patch is not None):
@@ -286,13 +286,15 @@ def test_the_command_writes_three_formats(tmp_path, monkeypatch, capsys):
     assert "scaling.pdf" in capsys.readouterr().out
 
 
-def test_the_figure_of_layers_needs_no_rows_of_the_matrix_that_it_does_not_show(tmp_path, monkeypatch, capsys):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in layer_study_rows()))
+def test_the_figure_of_layers_has_rows_of_its_own(tmp_path, monkeypatch, capsys, rows):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in layer_study_rows()))
+    monkeypatch.setattr(figures, "read_both", lambda *_: rows)  # reading them takes a second
     monkeypatch.setattr(figures, "FIGURES", {"layers": figures.FIGURES["layers"]})
-    monkeypatch.setattr(sys, "argv", ["figures", "--out", str(tmp_path), "--layer-rows", str(rows)])
+    monkeypatch.setattr(figures, "FORMATS", (".svg",))
+    monkeypatch.setattr(sys, "argv", ["figures", "--out", str(tmp_path), "--layer-rows", str(file)])
     figures.main()
-    assert (tmp_path / "layers.svg").exists() and "layers.png" in capsys.readouterr().out
+    assert (tmp_path / "layers.svg").exists() and "layers.svg" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["figures", "--out", str(tmp_path), "--layer-rows", "missing"])
     figures.main()
     assert capsys.readouterr().out == "layers: no rows yet\n"

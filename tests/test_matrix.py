@@ -92,12 +92,12 @@ def test_the_plan_of_layers_can_be_trained_and_evaluated_as_it_says(size):
 def test_scaling_applies_to_the_window_layers_in_the_control_only():
     jobs = {job.name: job for job in plan.layer_jobs(plan.load_size("quick"), (0,))}
     kinds = {}
-    for name in ("gemma3-s0", "gemma3_scaled_everywhere-s0"):
+    for name in ("gemma3-s0", "gemma3_all_scaled-s0"):
         cfg = train_settings(*jobs[name].train)
         layers = resolve_layers(cfg) if cfg.init else cfg.layers
         kinds[name] = [(kind, layers[kind]["scaled"], layers[kind]["window"]) for kind in "LG"]
     assert kinds["gemma3-s0"] == [("L", False, 16), ("G", True, None)]
-    assert kinds["gemma3_scaled_everywhere-s0"] == [("L", True, 16), ("G", True, None)]
+    assert kinds["gemma3_all_scaled-s0"] == [("L", True, 16), ("G", True, None)]
 
 
 def test_a_table_of_positions_gets_rows_for_the_longest_length():
