@@ -1,4 +1,4 @@
-"""Every encoding, base and fine-tuning, each with several seeds, by one command: python -m studies.matrix
+"""All encodings, bases and fine-tunings, each with several seeds, by one command: python -m studies.matrix
 
 A job trains one run with train.py and evaluates it with eval.py, each in a child process. The results are collected as
 rows of results/matrix.jsonl. The command can be stopped at any time: when it is run again, finished jobs are skipped
