@@ -59,7 +59,7 @@ def run_job(job: Job, size: Size, runs: str, deadline: float) -> Rows:
     doubling = [n for n in job.lengths if n <= NEAR and (n % size.L == 0 or n < size.L)]
     near, every = (f"ctx=[{','.join(map(str, lengths))}]" for lengths in (doubling, job.lengths))
     main_methods = [name for name in MAIN_METHODS if name in methods]
-    run_script([*evaluate, every, f"scaling={','.join(['none', *main_methods, *job.methods])}"], deadline)
+    run_script([*evaluate, every, f"scaling={','.join(['none', *main_methods, *(job.methods or ())])}"], deadline)
     others = [name for name in methods if name not in main_methods]
     if others and job.scalings == "all":
         run_script([*evaluate, near, f"scaling={','.join(others)}"], deadline)
@@ -155,6 +155,8 @@ def gather(job: Job, run: Run, command: str) -> Rows:
     origin = {"threads": torch.get_num_threads(), "commit": commit(), "command": command}
     rows = []
     for row in (row for curve in selected for row in curve.rows):
+        if job.methods is not None and not (row.n in job.lengths and row.label in ("none", "window", *job.methods)):
+            continue  # of the matrix, which has the same run with more methods and lengths
         mean, low, high = gain(row, bars[row.n])
         rows.append(
             {

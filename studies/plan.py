@@ -73,7 +73,7 @@ class Job:
     steps: int
     lengths: tuple[int, ...]  # evaluated
     scalings: str = "controls"  # evaluated with: all methods that apply, those of MAIN_METHODS, or the controls only
-    methods: tuple[str, ...] = ()  # and with these
+    methods: tuple[str, ...] | None = None  # of the plan `layers`: evaluated with the controls and these only
     columns: dict[str, Any] = field(default_factory=dict)  # additional columns of its rows
 
 
@@ -200,7 +200,7 @@ PLANS = {"matrix": planned_jobs, "layers": layer_jobs}
 def minutes(job: Job, size: Size) -> float:
     """A rough forecast of a job's duration in minutes: its tokens divided by the rates, plus the time to start."""
     # About 20 methods apply to an encoding that rotates, and few to the others
-    curves = {"all": 20, "main": 2 + len(MAIN_METHODS), "controls": 2}[job.scalings] + len(job.methods)
+    curves = {"all": 20, "main": 2 + len(MAIN_METHODS), "controls": 2}[job.scalings] + len(job.methods or ())
     far = min(curves, 2 + len(MAIN_METHODS)) * size.far_windows * sum(n for n in job.lengths if n > NEAR)
     near = curves * size.windows * sum(n for n in job.lengths if n <= NEAR)
     eval_tokens = size.documents * (near + far)

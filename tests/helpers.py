@@ -244,7 +244,7 @@ def layer_study_rows(seeds: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
     noise = np.random.default_rng(0)
     for job in jobs:
         run, L = job.name[:-3], 1024 if job.name.startswith("abf") else 256
-        for label, n in itertools.product(("none", "window", *job.methods), job.lengths):
+        for label, n in itertools.product(("none", "window", *(job.methods or ())), job.lengths):
             rise = {"none": 0.03, "window": 0.0}.get(label, 0.002) * slopes[run] * (run != "alibi")
             loss = 2.5 + 0.02 * slopes[run] + rise * max(0.0, math.log2(n / L))
             nats = 64 * (loss + noise.normal(0, 0.01, 8))  # of documents, in one window of 64 tokens each

@@ -84,6 +84,7 @@ def test_the_plan_of_layers_can_be_trained_and_evaluated_as_it_says(size):
             cfg = replace(cfg, model=parent.model, pretrained={"ctx": cfg.ctx})
             cfg.layers = resolve_layers(cfg) if cfg.layers else {}
         context = gpt.trained_context(cfg, gpt.build_encoding(cfg))
+        assert job.methods is not None
         for method in job.methods:
             change = resolve(yaml_values("scaling", method), context, 8 * size.L, 8 * size.L)
             assert change.effect(8 * size.L, context) != NO_CHANGE.effect(8 * size.L, context), (job.name, method)
@@ -150,6 +151,8 @@ def test_rows_have_the_columns_of_the_committed_ones(here):
     assert first["nll"] == in_file.nll == curves["none"].first.nll and first["loss"] == in_file.loss
     assert first["windows"] == [0, 1] and len(first["nll"]) == 3 * 2
     assert first["pos"] == "rope" and first["in_window"] == run.validation["bits_per_byte"] and first["base"] == 10000
+    job = plan.Job("references", "a-s0", 0, (), 1, (64,), methods=())
+    assert [(row["label"], row["n"]) for row in matrix.gather(job, run, "")] == [("none", 64), ("window", 64)]
     job = plan.Job("encodings", "a-s0", 0, (), 1, (32, 64))
     for row in matrix.shifted(job, run, size, "python train.py name=a-s0"):
         assert [x for x in row if x in columns["encodings", True] or x not in NEW_COLUMNS] == columns["encodings", True]
