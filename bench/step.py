@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from conf.compose import train_settings
+from conf.registry import ROOT
 from conf.schema import TrainConfig
 from data.batches import batch
 from engine.compile import compile_blocks
@@ -118,6 +120,35 @@ def our_step(cfg: TrainConfig, compiled: bool) -> Callable[[], None]:
     return step
 
 
+def interleaved(steps: dict[str, Callable[[], None]], rounds: int = ROUNDS, count: int = STEPS) -> dict[str, float]:
+    """The median time of each step in seconds. In every round each of them runs `count` times, one after the other."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():  # warm up and compile
+        for _ in range(3):
+            step()
+    for _ in range(rounds):
+        for name, step in steps.items():
+            for _ in range(count):
+                began = time.perf_counter()
+                step()
+                times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def origin(cfg: TrainConfig) -> dict[str, Any]:
+    """Of a row: the commit, the machine and the sizes of cfg."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    cpu = next(
+        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), ""
+    )
+    return {
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(), "torch": torch.__version__,
+        "python": platform.python_version(), "cpu": cpu, "threads": torch.get_num_threads(),
+        "bfloat16": uses_bfloat16(torch.device("cpu"), cfg.dtype), "ctx": cfg.ctx, "width": cfg.model.width,
+        "layers": cfg.model.n_layers, "batch_tokens": cfg.batch_tokens,
+    }  # fmt: skip
+
+
 def main() -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         return print(__doc__)
@@ -127,32 +158,14 @@ def main() -> None:
         "ours": our_step(cfg, False),
         "ours, compiled": our_step(cfg, True),
     }
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():  # warm up and compile
-        for _ in range(3):
-            step()
-    for _ in range(ROUNDS):
-        for name, step in steps.items():
-            for _ in range(STEPS):
-                began = time.perf_counter()
-                step()
-                times[name].append(time.perf_counter() - began)
-    speed = {name: cfg.batch_tokens / statistics.median(t) for name, t in times.items()}
+    speed = {name: cfg.batch_tokens / seconds for name, seconds in interleaved(steps).items()}
     base = speed["nanoGPT's step, float32"]
     m = cfg.model
     print(f"{m.n_layers} layers, width {m.width}, ctx {cfg.ctx}, vocabulary {VOCAB}, {cfg.batch_tokens} tokens a step")
     for name, value in speed.items():
         print(f"{name:<28}{value:>10,.0f} tokens/s{value / base:>8.2f}x")
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    cpu = next(
-        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), ""
-    )
-    row = {
-        "command": "python -m bench.step " + " ".join(sys.argv[1:]), "commit": git, "torch": torch.__version__,
-        "python": platform.python_version(), "cpu": cpu, "threads": torch.get_num_threads(),
-        "bfloat16": uses_bfloat16(torch.device("cpu"), cfg.dtype), "ctx": cfg.ctx, "width": m.width,
-        "layers": m.n_layers, "batch_tokens": cfg.batch_tokens, "tokens_per_s": {k: round(v) for k, v in speed.items()},
-    }  # fmt: skip
+    command = "python -m bench.step " + " ".join(sys.argv[1:])
+    row = {"command": command, **origin(cfg), "tokens_per_s": {k: round(v) for k, v in speed.items()}}
     with Path("results/step.jsonl").open("a") as f:
         f.write(json.dumps(row) + "\n")
 

@@ -4,13 +4,16 @@
     scaling     the same for the scaling methods on rope
     finetune    perplexity against the number of fine-tuning tokens
     base        perplexity against RoPE's base
+    layers      the newer encodings, the layer schedules and the changed encodings of studies.matrix --plan layers
 
 Each is written as PNG, SVG and PDF to results/. The same rows give the same files. A band is the range over seeds; with
 fewer than three seeds, the seeds are points instead.
 """
 
 import argparse
+import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +25,38 @@ from conf.errors import user_errors_in_one_line
 from conf.registry import ROOT
 from measure import plots
 from measure.plots import CONTROL_DASHES, NAMES, color_of
-from studies.plan import EXTENSIONS
-from studies.rows import Rows, mean_losses, read_both, run_of, seeds_of
+from studies.plan import EXTENSIONS, NEWER_ENCODINGS
+from studies.rows import Rows, mean_losses, read_both, read_rows, run_of, seeds_of
 from studies.spectrum import base_bound, scale_matched_base
 
 HEAD_DIM = 64  # of every size of the study
 DASHED, DOTTED, MIXED = (0, (5, 1.5)), (0, (2, 1.5)), (0, (5, 1.5, 1.5, 1.5))
 METHODS = ("none", "pi", "ntk", "ntk_by_parts", "yarn", "rerope")  # of the figure `scaling`
 CONTROL = {"color": color_of("methods", "window"), "linestyle": CONTROL_DASHES}
+# The panels of the figure `layers`: (run, label of the method, name, colour) of the lines
+SCHEDULES = ("gemma3", "sssl", "smollm3", "swan", "window_only")
+LAYER_PANELS = {
+    "encodings": [(run, "none", run, color_of("encodings", run)) for run in (*NEWER_ENCODINGS, "sink_logits", "cope")],
+    "layer schedules": [
+        ("none", "none", "NoPE (none)", color_of("encodings", "none")),
+        *((run, "none", run, color_of("encodings", f"rope+{run}")) for run in SCHEDULES),
+        ("swan", "logn", "swan, logn", color_of("encodings", "rope+swan")),
+        ("gemma3", "yarn", "gemma3, yarn", color_of("encodings", "rope+gemma3")),
+    ],
+    "rope, changed after its training": [
+        ("drope", "none", "drope", color_of("changes", "drope")),
+        ("drope", "logn", "drope, logn", color_of("changes", "drope")),
+        ("abf", "none", "abf, trained at 4 L", color_of("changes", "abf")),
+        ("rope_to_swan", "none", "rope_to_swan", color_of("changes", "rope_to_swan")),
+        ("rope_to_swan", "logn", "rope_to_swan, logn", color_of("changes", "rope_to_swan")),
+        ("rope", "yarn", "rope, yarn (not trained)", color_of("methods", "yarn")),
+    ],
+}
+PANEL_DASHES = ("-", DASHED, DOTTED, MIXED)  # one after the other in a panel
 FEWEST_FOR_A_BAND = 3  # seeds: the range of two of them says little
 FORMATS = (".png", ".svg", ".pdf")
+
+Line = tuple[str, str, str, dict[str, Any]]  # (run, label of the method, name in the figure, style of the line)
 
 
 def style_of(name: str) -> dict[str, Any]:
@@ -98,27 +123,28 @@ def perplexity_axis(ax: Any) -> None:
 # ---- the figures ----
 
 
-def over_lengths(rows: Rows, curves: list[tuple[str, str, str, dict[str, Any]]], title: str) -> Any:
-    """A figure of perplexity against context length.
-
-    curves: (run, label of the method, name in the figure, style of the line). Curves without rows are left out.
-    """
+def over_lengths(rows: Rows, curves: Sequence[Line], title: str) -> Any:
+    """A figure of perplexity against context length. Curves without rows are left out."""
     fig, ax = plt.subplots(figsize=(9, 5.2))
+    ends = draw_over_lengths(ax, rows, curves)
+    perplexity_axis(ax)
+    plots.end_labels(ax, ends, space=34)
+    shown = {run for run, *_ in curves}
+    ax.set_title(f"{title}\n{describe_seeds([row for row in rows if run_of(row) in shown])}")
+    return fig
+
+
+def draw_over_lengths(ax: Any, rows: Rows, curves: Sequence[Line]) -> list[tuple]:
+    """The lines of `over_lengths` and its x axis. Returns the labels of the lines."""
     L = rows[0]["train_ctx"]
     ends = []
     for run, label, name, style in curves:
         if points := seed_losses(rows, run, label):
             ends.append((*draw_line(ax, points, style), name, style))
     plots.mark(ax, L, f"trained at {L}")
-    plots.lengths_axis(
-        ax, sorted({row["n"] for row in rows if row["label"] == "window" and row["part"] == "encodings"})
-    )
-    perplexity_axis(ax)
-    plots.end_labels(ax, ends, space=34)
+    plots.lengths_axis(ax, sorted({row["n"] for row in rows if run_of(row) == "rope" and row["label"] == "window"}))
     ax.set_xlabel("context length n (tokens)")
-    shown = {run for run, *_ in curves}
-    ax.set_title(f"{title}\n{describe_seeds([row for row in rows if run_of(row) in shown])}")
-    return fig
+    return ends
 
 
 def encodings(rows: Rows) -> Any:
@@ -240,17 +266,50 @@ def base(rows: Rows) -> Any:
     return fig
 
 
+def layers(rows: Rows) -> Any:
+    """Perplexity against context length of the runs of the plan `layers`, in a panel for each kind of them.
+
+    All panels have rope, its window control and alibi.
+    """
+    rows = sorted(rows, key=lambda row: run_of(row) != "rope")  # L is that of rope
+    references: list[Line] = [
+        ("rope", "none", "rope", style_of("rope")),
+        ("alibi", "none", "alibi", style_of("alibi")),
+        ("rope", "window", "rope, window control", CONTROL),
+    ]
+    fig, axes = plt.subplots(1, len(LAYER_PANELS), figsize=(16, 5.2), sharey=True)
+    fig.subplots_adjust(wspace=0.62)  # room for the names at the ends of the lines
+    labels = []  # of each panel
+    for ax, (title, lines) in zip(axes, LAYER_PANELS.items(), strict=True):
+        curves = [
+            (run, label, name, {"color": color, "linestyle": dashes})
+            for (run, label, name, color), dashes in zip(lines, itertools.cycle(PANEL_DASHES), strict=False)
+        ]
+        labels.append(draw_over_lengths(ax, rows, [*references, *curves]))
+        ax.set_title(title)
+    perplexity_axis(axes[0])  # shared by all panels, so the limits are known only now
+    for ax, ends in zip(axes, labels, strict=True):
+        plots.end_labels(ax, ends, space=22)
+    L = rows[0]["train_ctx"]
+    seeds = describe_seeds(rows)
+    seeds += ": a difference below that between two seeds of rope means little" if seeds == "one seed" else ""
+    title = f"Newer encodings, layer schedules and changes of a trained rope beside rope and alibi, L = {L}\n{seeds}"
+    fig.suptitle(title, fontsize=11, x=axes[0].get_position().x0, y=1.02, ha="left")
+    return fig
+
+
 def ordered_color(k: int, count: int) -> Any:
     """The colour of the k-th of `count` lines that have an order, such as lengths: from dark to light."""
     return plt.get_cmap("viridis")(0.85 * k / max(1, count - 1))
 
 
-# name of the file -> (its function, the part of the matrix that it needs)
+# name of the file -> (its function, the part of the plan that it needs)
 FIGURES = {
     "encodings": (encodings, "encodings"),
     "scaling": (scaling, "encodings"),
     "finetune": (finetune, "finetune"),
     "base": (base, "base"),
+    "layers": (layers, "layers"),
 }
 
 
@@ -259,9 +318,12 @@ def main() -> None:
     parser.add_argument("--rows", default=str(ROOT / "results/matrix.jsonl"), help="the rows that studies.matrix wrote")
     old_rows = str(ROOT / "results/matrix-last64.jsonl")
     parser.add_argument("--old-rows", default=old_rows, help="rows of earlier targets, for figures without new rows")
+    layer_rows = str(ROOT / "results/layers.jsonl")
+    parser.add_argument("--layer-rows", default=layer_rows, help="the rows of studies.matrix --plan layers")
     parser.add_argument("--out", default=str(ROOT / "results"), help="the folder to write to")
     args = parser.parse_args()
-    files = read_both(args.rows, args.old_rows)
+    files = [*read_both(args.rows, args.old_rows)]
+    files += [read_rows(Path(args.layer_rows))] if Path(args.layer_rows).exists() else []
     for name, (draw, part) in FIGURES.items():
         rows = next((rows for rows in files if any(row["part"] == part for row in rows)), None)
         if rows is None:

@@ -1,9 +1,9 @@
-"""Every encoding, base and fine-tuning, each with several seeds, by one command: python -m studies.matrix
+"""All encodings, bases and fine-tunings, each with several seeds, by one command: python -m studies.matrix
 
 A job trains one run with train.py and evaluates it with eval.py, each in a child process. The results are collected as
 rows of results/matrix.jsonl. The command can be stopped at any time: when it is run again, finished jobs are skipped
 and unfinished ones are resumed. `quick` is the same study at a toy size, `h200` at 41M parameters on a GPU; `smoke`
-takes seconds a job, to try the command.
+takes seconds a job, to try the command. `--plan layers` runs the second plan, whose rows are results/layers.jsonl.
 """
 
 if __name__ == "__main__":
@@ -35,7 +35,7 @@ from measure.curves import controls, read_curve
 from measure.statistics import gain
 from measure.tasks.matched import NEAR, Matched
 from model.scaling import resolve
-from studies.plan import MAIN_METHODS, Job, Size, load_size, minutes, parse_seeds, planned_jobs, select_jobs
+from studies.plan import MAIN_METHODS, PLANS, Job, Size, load_size, minutes, parse_seeds, select_jobs
 from studies.rows import Rows, read_rows
 
 CACHE = ".cache"  # of the corpora: the default of train.py and eval.py
@@ -59,11 +59,11 @@ def run_job(job: Job, size: Size, runs: str, deadline: float) -> Rows:
     doubling = [n for n in job.lengths if n <= NEAR and (n % size.L == 0 or n < size.L)]
     near, every = (f"ctx=[{','.join(map(str, lengths))}]" for lengths in (doubling, job.lengths))
     main_methods = [name for name in MAIN_METHODS if name in methods]
-    run_script([*evaluate, every, f"scaling={','.join(['none', *main_methods])}"], deadline)
+    run_script([*evaluate, every, f"scaling={','.join(['none', *main_methods, *(job.methods or ())])}"], deadline)
     others = [name for name in methods if name not in main_methods]
     if others and job.scalings == "all":
         run_script([*evaluate, near, f"scaling={','.join(others)}"], deadline)
-    if job.name.startswith("rope-s"):
+    if job.part == "encodings" and job.name.startswith("rope-s"):
         # One factor at all lengths, as in a deployed model, to measure the increase of the loss within L; and methods
         # that are combined with log-n
         run_script([*evaluate, near, "scaling=pi,ntk,yarn", "++scaling.factor=fixed"], deadline)
@@ -155,6 +155,8 @@ def gather(job: Job, run: Run, command: str) -> Rows:
     origin = {"threads": torch.get_num_threads(), "commit": commit(), "command": command}
     rows = []
     for row in (row for curve in selected for row in curve.rows):
+        if job.methods is not None and not (row.n in job.lengths and row.label in ("none", "window", *job.methods)):
+            continue  # of the matrix, which has the same run with more methods and lengths
         mean, low, high = gain(row, bars[row.n])
         rows.append(
             {
@@ -228,8 +230,9 @@ def main() -> None:
     args = parse_arguments()
     size = load_size(args.size)
     runs = args.runs or f"runs/matrix-{args.size}"
-    out = Path(args.out or f"results/matrix{'' if args.size == 'default' else '-' + args.size}.jsonl")
-    jobs = select_jobs(planned_jobs(size, parse_seeds(args.seeds) if args.seeds else size.seeds), args.only)
+    out = Path(args.out or f"results/{args.plan}{'' if args.size == 'default' else '-' + args.size}.jsonl")
+    seeds = parse_seeds(args.seeds) if args.seeds else (0,) if args.plan == "layers" else size.seeds
+    jobs = select_jobs(PLANS[args.plan](size, seeds), args.only)
     rows = read_rows(out) if out.exists() else []
     finished = {row["name"] for row in rows}
     todo = [job for job in jobs if job.name not in finished]
@@ -252,7 +255,8 @@ def main() -> None:
             print(f"\n=== {job.name} is done: {done} of {len(todo)}; about {left / 60 / args.jobs:.1f} h left ===")
     except (Stopped, KeyboardInterrupt):
         sys.exit(f"stopped: {done} jobs done, {len(todo) - done} left; run the same command again to resume")
-    print(f"\nrows: {out}   next: python -m studies.claims, studies.tables, studies.figures")
+    reports = "studies.layers" if args.plan == "layers" else "studies.claims, studies.tables"
+    print(f"\nrows: {out}   next: python -m {reports}, studies.figures")
 
 
 def finished_jobs(todo: Sequence[Job], run: Callable[[Job], Rows], jobs: int) -> Iterator[tuple[Job, Rows]]:
@@ -298,12 +302,16 @@ def share_cores(jobs: int) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("size", nargs="?", default="default", help=", ".join(choices("study")))
-    parser.add_argument("--seeds", help="such as 0 or 0,1,2; without it, those of the size")
-    parser.add_argument("--only", help="parts (encodings, base, finetune) or names of jobs: rope-s0,base100-s0")
+    parser.add_argument("--plan", choices=PLANS, default="matrix", help="which jobs; layers: see docs/layers.md")
+    parser.add_argument("--seeds", help="such as 0 or 0,1,2; without it, those of the size, and 0 for layers")
+    parser.add_argument(
+        "--only",
+        help="names of jobs (rope-s0,base100-s0) or parts (encodings, base, finetune; references, layers, further)",
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="save and stop after this time")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time, on a GPU or a machine with many cores")
     parser.add_argument("--runs", help="the folder of runs; without it, runs/matrix-SIZE")
-    parser.add_argument("--out", help="the rows; without it, results/matrix.jsonl (or matrix-SIZE.jsonl)")
+    parser.add_argument("--out", help="the rows; without it, results/PLAN.jsonl (or PLAN-SIZE.jsonl)")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""The plan of the study: its sizes, and the training and evaluation of each run (a job)."""
+"""The two plans of the study and its sizes: the training and evaluation of each run (a job)."""
 
 import functools
 from dataclasses import dataclass, field
@@ -14,6 +14,13 @@ BASES = (100, 500, 1000, 100_000, 1_000_000)  # besides the default of 10000
 EXTENSIONS = ("none", "pi", "ntk", "yarn")  # methods that are fine-tuned to 4 L; none: fine-tuned without scaling
 FINETUNE_STEPS = (20, 50, 100, 200)
 MAIN_METHODS = ("pi", "ntk", "yarn", "rerope", "logn")  # evaluated at all lengths; the others up to NEAR
+
+# The runs of the plan `layers`: name -> the methods that it is evaluated with, besides none and the window control
+REFERENCES = {"rope": ("yarn",), "alibi": ()}
+NEWER_ENCODINGS = {"fox": (), "ssmax": ("yarn",), "kerple": (), "fire": ()}
+SCHEDULES = {"gemma3": ("yarn",), "swan": ("logn",), "sssl": ("yarn",), "smollm3": ("yarn",)}
+FURTHER_ENCODINGS = ("none", "sink_logits", "cope", "none_tempered")
+LARGER_BASE = 500_000  # of ABF, as Xiong et al. have it
 
 
 @dataclass(frozen=True)
@@ -59,18 +66,19 @@ def load_size(name: str) -> Size:
 class Job:
     """One training run and its evaluation."""
 
-    part: str  # encodings, base or finetune
+    part: str  # encodings, base or finetune; of the plan `layers`: references, layers or further
     name: str
     seed: int
     train: tuple[str, ...]  # overrides of train.py
     steps: int
     lengths: tuple[int, ...]  # evaluated
     scalings: str = "controls"  # evaluated with: all methods that apply, those of MAIN_METHODS, or the controls only
+    methods: tuple[str, ...] | None = None  # of the plan `layers`: evaluated with the controls and these only
     columns: dict[str, Any] = field(default_factory=dict)  # additional columns of its rows
 
 
 def planned_jobs(size: Size, seeds: tuple[int, ...]) -> list[Job]:
-    """All jobs, ordered by seed: if the study is stopped, the finished jobs are a study with fewer seeds."""
+    """All jobs of the matrix, ordered by seed: if it is stopped, the finished jobs are a study with fewer seeds."""
     jobs = []
     for seed in seeds:
         jobs += encoding_jobs(size, seed, first=seed == seeds[0])
@@ -80,9 +88,10 @@ def planned_jobs(size: Size, seeds: tuple[int, ...]) -> list[Job]:
 
 
 def encoding_jobs(size: Size, seed: int, first: bool) -> list[Job]:
-    """A run of every encoding. rope comes first, because the fine-tunings start from it."""
+    """A run of every encoding but those of the plan `layers`. rope is first: the fine-tunings start from it."""
     jobs = []
-    for pos in sorted(choices("pos"), key=lambda pos: pos != "rope"):
+    others = {*NEWER_ENCODINGS, *FURTHER_ENCODINGS} - {"none"}
+    for pos in sorted(set(choices("pos")) - others, key=lambda pos: (pos != "rope", pos)):
         # An encoding with a table of positions needs rows for the longest length that is evaluated
         table = (f"pos.max_positions={max(size.lengths)}",) if "max_positions" in yaml_values("pos", pos) else ()
         train = (f"pos={pos}", *table, *size.train, f"seed={seed}")
@@ -133,10 +142,65 @@ def base_jobs(size: Size, seed: int) -> list[Job]:
     return jobs
 
 
+# ---- the second plan ----
+
+
+def layer_jobs(size: Size, seeds: tuple[int, ...]) -> list[Job]:
+    """The plan `layers`: newer encodings, layer schedules, and another encoding for a trained rope.
+
+    Its parts are `references`, to compare with; `layers`, the ten runs that docs/layers.md shows; and `further`, which
+    only some claims of studies/layers.py need. The references are the same runs as in the matrix.
+    """
+    lengths = tuple(n for n in size.lengths if n % size.L == 0 or n < size.L)
+
+    def trained(part: str, name: str, methods: tuple[str, ...], seed: int) -> Job:
+        """A training from scratch. name: of an encoding or of a layer schedule."""
+        setting = f"pos={name}" if name in choices("pos") else f"layers={name}"
+        train = (setting, *size.train, f"seed={seed}")
+        return Job(part, f"{name}-s{seed}", seed, train, size.training.steps, lengths, methods=methods)
+
+    def changed(part: str, name: str, change: tuple[str, ...], methods: tuple[str, ...], seed: int) -> Job:
+        """A short training that starts from rope with another encoding."""
+        exp = tuple(x for x in size.train if x.startswith("exp="))
+        steps = max(size.finetune)
+        settings = (f"steps={steps}", f"seed={seed}", "val_windows=64", "optim=finetune")
+        train = (*exp, f"init=rope-s{seed}", *change, *settings)
+        return Job(part, f"{name}-s{seed}", seed, train, steps, lengths, methods=methods)
+
+    jobs = []
+    for seed in seeds:
+        jobs += [trained("references", name, methods, seed) for name, methods in REFERENCES.items()]
+        jobs += [trained("layers", name, methods, seed) for name, methods in (SCHEDULES | NEWER_ENCODINGS).items()]
+        jobs.append(changed("layers", "drope", ("pos=none",), ("logn",), seed))
+        abf = (f"pos.base={LARGER_BASE}", f"ctx={4 * size.L}")  # Xiong et al. train at a longer context, too
+        jobs.append(changed("layers", "abf", abf, (), seed))
+
+        jobs.append(trained("further", "window_only", (), seed))
+        jobs += [trained("further", name, (), seed) for name in FURTHER_ENCODINGS]
+        jobs.append(changed("further", "rope_to_swan", ("layers=swan",), ("logn",), seed))
+        jobs.append(scaled_everywhere(size, "gemma3", lengths, seed))
+    return jobs
+
+
+def scaled_everywhere(size: Size, schedule: str, lengths: tuple[int, ...], seed: int) -> Job:
+    """The run of a schedule once more, with scaling methods applied to all of its layers.
+
+    One step with a learning rate near 0 changes the settings that the run is saved with and leaves its weights as they
+    are.
+    """
+    exp = tuple(x for x in size.train if x.startswith("exp="))
+    settings = (f"layers={schedule}", "layers.L.scaled=true", "steps=1", "optim.lr=1e-30", f"seed={seed}")
+    train = (*exp, f"init={schedule}-s{seed}", *settings)
+    return Job("further", f"{schedule}_all_scaled-s{seed}", seed, train, 1, lengths, methods=("yarn",))
+
+
+PLANS = {"matrix": planned_jobs, "layers": layer_jobs}
+
+
 def minutes(job: Job, size: Size) -> float:
     """A rough forecast of a job's duration in minutes: its tokens divided by the rates, plus the time to start."""
     # About 20 methods apply to an encoding that rotates, and few to the others
-    curves = {"all": 20, "main": 2 + len(MAIN_METHODS), "controls": 2}[job.scalings]
+    curves = {"all": 20, "main": 2 + len(MAIN_METHODS), "controls": 2}[job.scalings] + len(job.methods or ())
     far = min(curves, 2 + len(MAIN_METHODS)) * size.far_windows * sum(n for n in job.lengths if n > NEAR)
     near = curves * size.windows * sum(n for n in job.lengths if n <= NEAR)
     eval_tokens = size.documents * (near + far)
@@ -160,5 +224,6 @@ def select_jobs(jobs: list[Job], only: str | None) -> list[Job]:
     wanted = only.split(",")
     known = {name for job in jobs for name in (job.part, job.name)}
     for name in wanted:
-        check(name in known, "--only", name, f"encodings, base, finetune or a job such as {jobs[0].name}")
+        parts = ", ".join(dict.fromkeys(job.part for job in jobs))
+        check(name in known, "--only", name, f"{parts} or a job such as {jobs[0].name}")
     return [job for job in jobs if job.part in wanted or job.name in wanted]

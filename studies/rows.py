@@ -36,7 +36,8 @@ def read_rows(path: Path) -> Rows:
     try:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
     except FileNotFoundError:
-        raise UserError(f"{path}: not found: first python -m studies.matrix") from None
+        plan = " --plan layers" if path.name.startswith("layers") else ""
+        raise UserError(f"{path}: not found: first python -m studies.matrix{plan}") from None
     except (OSError, ValueError):
         rows = []
     if not rows or not all(isinstance(row, dict) and {"name", "n", "loss"} <= row.keys() for row in rows):

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import itertools
 import math
 import os
 import random
@@ -37,6 +38,7 @@ from measure.evaluation import Evaluation
 from model import gpt, spectrum
 from model.pos import Encoding
 from model.scaling import ContextChange, TrainedContext
+from studies import plan
 
 __all__ = ["ROOT", "choices", "eval_settings", "train_settings"]
 
@@ -229,6 +231,26 @@ def curve_of(run: str, label: str, losses: dict[int, float], pos: str = "rope", 
 
 
 # ---- what this machine may lack ----
+
+
+def layer_study_rows(seeds: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
+    """Rows of the plan `layers` of studies.matrix, without a training: of every job, method and length.
+
+    The loss rises past L with the logarithm of n by another amount for each run, less with a scaling method, and not at
+    all for alibi and with the window control.
+    """
+    rows, jobs = [], plan.layer_jobs(plan.load_size("default"), seeds)
+    slopes = dict(zip(dict.fromkeys(job.name[:-3] for job in jobs), itertools.count(1), strict=False))
+    noise = np.random.default_rng(0)
+    for job in jobs:
+        run, L = job.name[:-3], 1024 if job.name.startswith("abf") else 256
+        for label, n in itertools.product(("none", "window", *(job.methods or ())), job.lengths):
+            rise = {"none": 0.03, "window": 0.0}.get(label, 0.002) * slopes[run] * (run != "alibi")
+            loss = 2.5 + 0.02 * slopes[run] + rise * max(0.0, math.log2(n / L))
+            nats = 64 * (loss + noise.normal(0, 0.01, 8))  # of documents, in one window of 64 tokens each
+            row = {"part": job.part, "name": job.name, "label": label, "n": n, "seed": job.seed, "train_ctx": L}
+            rows.append(row | {"windows": [0], "nll": nats.tolist(), "tokens": 64 * len(nats), "loss": loss})
+    return rows
 
 
 def skip_unless_ci(reason: str) -> NoReturn:

@@ -1,6 +1,7 @@
 """The verdicts on published claims, and the tables: recomputed from the committed rows, and on rows made by hand."""
 
 import functools
+import json
 import math
 import re
 import sys
@@ -11,11 +12,11 @@ import pytest
 
 from conf.errors import UserError
 from measure.mixed_effects import Estimate, estimate
-from studies import claims, plan, published, tables
+from studies import claims, layers, plan, published, tables
 from studies.claims import HOLDS, MISSING, OLD, REFUTED
 from studies.published import CLAIMS, At, Check, DecayCheck, no_worse, worse
 from studies.rows import BAR, Rows, bar, by_window, losses, minus, per_document, read_both, read_rows
-from tests.helpers import ROOT, choices
+from tests.helpers import ROOT, choices, layer_study_rows
 
 NEW, LAST64 = ROOT / "results/matrix.jsonl", ROOT / "results/matrix-last64.jsonl"
 A, B = At("a", "none", 512), At("b", "none", 512)
@@ -216,6 +217,51 @@ def test_every_claim_names_rows_that_the_plan_makes():
             assert at.label.split()[0] in (*choices("scaling"), "shifted", "unshifted", BAR)
             # Lengths that no row has yet are reported as not run
             assert at.n in jobs[at.run].lengths or at.n / size.L in (1.125, 1.25, 5), at
+
+
+def test_every_claim_about_layers_names_rows_that_their_plan_makes():
+    rows = layer_study_rows()
+    for claim in layers.LAYER_CLAIMS:
+        assert claim.source and claim.reported and claim.checks
+        for check in claim.checks:
+            assert claims.in_tokens(check, 256).measure(rows) is not None, claim.text
+    missing = layers.report([row for row in rows if not row["name"].startswith("swan")])
+    verdicts = [line.rsplit("|", 2)[1].strip() for line in missing.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert [f"**{MISSING}**" == verdict for verdict in verdicts] == [n in (0, 1, 2) for n in range(len(verdicts))]
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_claims_about_layers_have_the_sign_of_their_text(better):
+    """All hold where the losses of the runs that they favour rise less past L, and none in the opposite case."""
+    rises = {"rope": 4, "none": 3, "window_only": 4, "gemma3_all_scaled": 4, "drope": -1, "abf": -1}
+    rises |= {"fox": 0, "kerple": -0.1, "fire": -0.3}  # of the others: 2
+    rows = []
+    for row in layer_study_rows((0, 1, 2)):
+        run = row["name"][:-3]
+        rise = 0 if row["label"] == "logn" else rises.get(run, 2)
+        if not better:
+            rise = 2 if row["label"] == "logn" else 5 - rise
+        loss = 3 + 0.1 * rise * max(0, math.log2(row["n"] / 256)) + 0.5 * (run == "drope" and not better)
+        rows.append(row | {"nll": [64 * (loss + document / 1000) for document in range(8)], "loss": loss})
+    lines = [line for line in layers.report(rows).splitlines() if re.match(r"\| \d+ \|", line)]
+    assert len(lines) == len(layers.LAYER_CLAIMS)
+    for line in lines:
+        assert line.endswith(f"**{HOLDS if better else REFUTED}** |"), line
+
+
+def test_the_report_of_layers_is_written_by_its_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in layer_study_rows()))
+    monkeypatch.setattr(sys, "argv", ["layers", "--rows", "rows.jsonl", "--out", "layers.md"])
+    layers.main()
+    text = Path("layers.md").read_text()
+    assert text == capsys.readouterr().out[:-1] == layers.report(layer_study_rows())
+    [swan] = [line for line in text.splitlines() if line.startswith("| `swan`, logn |")]
+    losses = [row["nll"] for row in layer_study_rows() if (row["name"], row["label"]) == ("swan-s0", "logn")]
+    assert swan.split("|")[2:-1] == [f" {np.exp(np.mean(x) / 64):.1f} " for x in losses]
+    monkeypatch.setattr(sys, "argv", ["layers", "--rows", "layers.jsonl"])
+    with pytest.raises(UserError, match=r"first python -m studies\.matrix --plan layers"):
+        layers.main()
 
 
 def test_claims_by_construction_hold_in_the_rows():

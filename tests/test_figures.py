@@ -1,6 +1,7 @@
 """The figures: one colour for a name in all of them, names that do not overlap, seeds as points, three formats."""
 
 import itertools
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from model.scaling import TrainedContext
 from model.spectrum import frequencies
 from studies import decay, figures, spectrum
 from studies.rows import Rows, read_both
-from tests.helpers import A_ROW, ROOT, curve_of
+from tests.helpers import A_ROW, ROOT, curve_of, layer_study_rows
 
 METHOD_OF = {text: label for label, text in plots.NAMES.items()}  # from the name in a figure to the label
 
@@ -58,6 +59,7 @@ def all_figures(rows) -> dict[str, Any]:
         "scaling": figures.scaling(new),
         "finetune": figures.finetune(old),
         "base": figures.base(old),
+        "layers and encodings": figures.layers(layer_study_rows()),
         "spectrum": drawn(spectrum.draw, by_method, 256, "title", Path("x.png")),
         "decay": drawn(decay.draw, by_base, by_scaling, 64, 512, 64, Path("x.png")),
         "compare": drawn(plots.draw_curves, methods_of_one_run(), Path("x.png"), "title"),
@@ -96,7 +98,24 @@ def test_a_method_and_an_encoding_have_one_colour_in_all_figures(all_figures):
                 assert name.get_color() in colors, (figure, label)  # of the line, too
                 seen.setdefault(f"{kind_of_name} {label}", set()).add(figure)
     assert {"spectrum", "scaling", "finetune", "decay", "compare", "one evaluation"} <= seen["methods none"]
-    assert len(seen["methods pi"]) >= 4 and len(seen["methods window"]) >= 5 and len(seen["encodings rope"]) == 2
+    assert len(seen["methods pi"]) >= 4 and len(seen["methods window"]) >= 5 and len(seen["encodings rope"]) == 3
+
+
+def test_the_lines_of_a_panel_of_layers_differ_in_colour_or_dashes(all_figures):
+    """The ten runs are in one panel each, and the references in all."""
+    shown: dict[str, int] = {}
+    for ax in all_figures["layers and encodings"].axes:
+        lines = [line for line in ax.lines if len(line.get_xdata()) > 2]
+        assert len({(line.get_color(), str(line._dash_pattern)) for line in lines}) == len(lines)
+        for name in (a.get_text() for a in ax.texts if a.arrow_patch is not None):
+            shown[name] = shown.get(name, 0) + 1
+            kind = "encodings" if name in plots.COLORS["encodings"] else "changes"
+            color = plots.COLORS[kind].get(name) or plots.COLORS["encodings"].get(f"rope+{name}")
+            [drawn_color] = {a.get_color() for a in ax.texts if a.get_text() == name}
+            assert color in (None, drawn_color), name
+    assert shown["rope"] == shown["alibi"] == shown["rope, window control"] == 3
+    ten = ("gemma3", "swan", "sssl", "smollm3", "fox", "ssmax", "kerple", "fire", "drope", "abf, trained at 4 L")
+    assert all(shown[name] == 1 for name in (*ten, "swan, logn", "gemma3, yarn", "drope, logn"))
 
 
 def lab(color: str) -> np.ndarray:
@@ -261,10 +280,24 @@ def test_the_same_figure_gives_the_same_files_in_three_formats(tmp_path):
 
 def test_the_command_writes_three_formats(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(figures, "FIGURES", {"scaling": figures.FIGURES["scaling"]})
-    monkeypatch.setattr(sys, "argv", ["figures", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["figures", "--out", str(tmp_path), "--layer-rows", "none"])
     figures.main()
     assert sorted(f.name for f in tmp_path.iterdir()) == ["scaling.pdf", "scaling.png", "scaling.svg"]
     assert "scaling.pdf" in capsys.readouterr().out
+
+
+def test_the_figure_of_layers_has_rows_of_its_own(tmp_path, monkeypatch, capsys, rows):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in layer_study_rows()))
+    monkeypatch.setattr(figures, "read_both", lambda *_: rows)  # reading them takes a second
+    monkeypatch.setattr(figures, "FIGURES", {"layers": figures.FIGURES["layers"]})
+    monkeypatch.setattr(figures, "FORMATS", (".svg",))
+    monkeypatch.setattr(sys, "argv", ["figures", "--out", str(tmp_path), "--layer-rows", str(file)])
+    figures.main()
+    assert (tmp_path / "layers.svg").exists() and "layers.svg" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["figures", "--out", str(tmp_path), "--layer-rows", "missing"])
+    figures.main()
+    assert capsys.readouterr().out == "layers: no rows yet\n"
 
 
 @pytest.mark.parametrize("name", ["encodings", "scaling", "finetune", "base", "spectrum", "decay"])

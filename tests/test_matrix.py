@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from conf.errors import UserError
+from conf.layer_schedule import resolve_layers
 from conf.registry import yaml_values
 from engine.run import Run
 from measure.curves import read_curve
 from measure.evaluation import NONE, WINDOW, Evaluation
+from model import gpt
+from model.scaling import NO_CHANGE, resolve
 from studies import matrix, plan
 from studies.plan import Job
 from studies.rows import Rows, read_rows
@@ -41,7 +44,9 @@ def test_plan_trains_every_encoding_base_and_extension_with_every_seed(size):
     assert len({job.name for job in jobs}) == len(jobs)
     for seed in size.seeds:
         names = {job.name for job in jobs if job.seed == seed}
-        assert {f"{pos}-s{seed}" for pos in choices("pos")} <= names
+        newer = {job.name for job in plan.layer_jobs(size, (seed,))}
+        assert {f"{pos}-s{seed}" for pos in choices("pos")} <= names | newer
+        assert names & newer == {f"{pos}-s{seed}" for pos in ("rope", "alibi", "none")}
         assert {f"base{base}-s{seed}" for base in plan.BASES} <= names
         assert {f"{m}-{n}-s{seed}" for m in plan.EXTENSIONS for n in size.finetune} <= names
     seen = set()
@@ -58,6 +63,42 @@ def test_plan_trains_every_encoding_base_and_extension_with_every_seed(size):
             assert cfg.steps == job.steps
             assert cfg.ctx == (4 * size.L if job.part == "finetune" else size.L)
             assert cfg.batch_tokens == size.training.batch_tokens
+
+
+@pytest.mark.parametrize("size", ["default", "quick"])
+def test_the_plan_of_layers_can_be_trained_and_evaluated_as_it_says(size):
+    """Settings that train.py takes, parents that come first, and methods that apply to the run."""
+    size = plan.load_size(size)
+    jobs = plan.layer_jobs(size, (0, 1))
+    names = [job.name for job in jobs]
+    assert len({*names}) == len(names) and names.index("rope-s1") == len(names) // 2
+    ten = ["gemma3", "swan", "sssl", "smollm3", "fox", "ssmax", "kerple", "fire", "drope", "abf"]
+    assert {job.name for job in jobs if job.part == "layers"} == {f"{name}-s{s}" for name in ten for s in (0, 1)}
+    for job in jobs[: len(jobs) // 2]:
+        cfg = train_settings(*job.train)
+        assert (cfg.steps, cfg.seed) == (job.steps, 0)
+        assert cfg.ctx == (4 * size.L if job.name == "abf-s0" else size.L) and max(job.lengths) == max(size.lengths)
+        if cfg.init:
+            assert names.index(cfg.init) < names.index(job.name)
+            parent = train_settings(*next(x.train for x in jobs if x.name == cfg.init))
+            cfg = replace(cfg, model=parent.model, pretrained={"ctx": cfg.ctx})
+            cfg.layers = resolve_layers(cfg) if cfg.layers else {}
+        context = gpt.trained_context(cfg, gpt.build_encoding(cfg))
+        assert job.methods is not None
+        for method in job.methods:
+            change = resolve(yaml_values("scaling", method), context, 8 * size.L, 8 * size.L)
+            assert change.effect(8 * size.L, context) != NO_CHANGE.effect(8 * size.L, context), (job.name, method)
+
+
+def test_scaling_applies_to_the_window_layers_in_the_control_only():
+    jobs = {job.name: job for job in plan.layer_jobs(plan.load_size("quick"), (0,))}
+    kinds = {}
+    for name in ("gemma3-s0", "gemma3_all_scaled-s0"):
+        cfg = train_settings(*jobs[name].train)
+        layers = resolve_layers(cfg) if cfg.init else cfg.layers
+        kinds[name] = [(kind, layers[kind]["scaled"], layers[kind]["window"]) for kind in "LG"]
+    assert kinds["gemma3-s0"] == [("L", False, 16), ("G", True, None)]
+    assert kinds["gemma3_all_scaled-s0"] == [("L", True, 16), ("G", True, None)]
 
 
 def test_a_table_of_positions_gets_rows_for_the_longest_length():
@@ -110,6 +151,8 @@ def test_rows_have_the_columns_of_the_committed_ones(here):
     assert first["nll"] == in_file.nll == curves["none"].first.nll and first["loss"] == in_file.loss
     assert first["windows"] == [0, 1] and len(first["nll"]) == 3 * 2
     assert first["pos"] == "rope" and first["in_window"] == run.validation["bits_per_byte"] and first["base"] == 10000
+    job = plan.Job("references", "a-s0", 0, (), 1, (64,), methods=())
+    assert [(row["label"], row["n"]) for row in matrix.gather(job, run, "")] == [("none", 64), ("window", 64)]
     job = plan.Job("encodings", "a-s0", 0, (), 1, (32, 64))
     for row in matrix.shifted(job, run, size, "python train.py name=a-s0"):
         assert [x for x in row if x in columns["encodings", True] or x not in NEW_COLUMNS] == columns["encodings", True]
