@@ -287,7 +287,7 @@ def test_a_wrong_value_is_one_line_or_harmless(family, tmp_path):
         rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
         rope["original_max_position_embeddings"] = L
     if family == "gemma3_text":
-        rope = {"rope_type": "linear", "factor": 2.0}
+        rope = YARN
     save_random(family, rope, tmp_path)
     original = json.loads((tmp_path / "config.json").read_text())
     keys = {k: v for k, v in (OPTIONAL | original).items() if k not in HARMLESS or k in ("model_type", "architectures")}
