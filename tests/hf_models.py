@@ -39,7 +39,7 @@ GEMMA3 = {**GQA, **WINDOW, "num_hidden_layers": 5, "sliding_window_pattern": 3, 
           "query_pre_attn_scalar": 24}  # fmt: skip
 OLMO3 = {**GQA, **WINDOW, "num_hidden_layers": 5}
 COHERE2 = {**GQA, **WINDOW, "num_hidden_layers": 5, "sliding_window_pattern": 3, "logit_scale": 0.3}
-SMOLLM3 = {**GQA, "num_hidden_layers": 5, "no_rope_layer_interval": 3, "pad_token_id": 0}
+SMOLLM3 = {**GQA, "num_hidden_layers": 4, "no_rope_layer_interval": 3, "pad_token_id": 0}
 QWEN_WINDOW = {**GQA, **WINDOW, "use_sliding_window": True, "max_window_layers": 1}
 MPT = {**COMMON, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 96}
 CASES = {
@@ -77,7 +77,7 @@ CASES = {
     "smollm3": ("SmolLM3", SMOLLM3),
     "smollm3, windows, untied": ("SmolLM3", {**SMOLLM3, **WINDOW, "use_sliding_window": True, "mlp_bias": True,
                                              "attention_bias": True, "tie_word_embeddings": False,
-                                             "no_rope_layers": [0, 1, 0, 1, 1],
+                                             "num_hidden_layers": 5, "no_rope_layers": [0, 1, 0, 1, 1],
                                              "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 2,
                                                              "sliding_attention"]}),
     "cohere2": ("Cohere2", COHERE2),

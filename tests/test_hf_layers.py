@@ -20,7 +20,7 @@ from conf.registry import yaml_values
 from model import gpt
 from model.decode import Decoder
 from model.scaling import NO_CHANGE, NotApplicable, resolve
-from tests.helpers import write_documents
+from tests.helpers import run_eval, write_documents
 from tests.hf_models import CASES, L, biases, difference, edit, rope_types, save_random, with_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle of these tests: pip install it")
@@ -52,7 +52,7 @@ def test_the_schedules_of_the_families(tmp_path):
         "pattern": "LLLGL", "L": kind(12, False, rope(30.0)), "G": kind(None, True)
     }  # fmt: skip
     assert layers_of("smollm3", {}, tmp_path) == {
-        "pattern": "RRNRR", "R": kind(None, True), "N": kind(None, True, no_positions)
+        "pattern": "RRNR", "R": kind(None, True), "N": kind(None, True, no_positions)
     }  # fmt: skip
     assert layers_of("cohere2", {}, tmp_path) == {
         "pattern": "LLGLL", "L": kind(12, False), "G": kind(None, True, no_positions)
@@ -120,9 +120,8 @@ def test_cached_decoding_equals_a_full_forward(family, tmp_path):
         assert (got - want).abs().max() < 1e-6, n
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "smollm3, windows, untied"])
-def test_there_and_back(family, here, monkeypatch):
-    """A checkpoint, fine-tuned by a step of almost no length and exported: the same model, in the same family."""
+def save_complete(family: str) -> None:
+    """A random checkpoint of 300 tokens with a tokenizer, in the folder model."""
     name, settings = CASES[family]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**settings, "vocab_size": 300, "initializer_range": 0.1})
@@ -131,6 +130,23 @@ def test_there_and_back(family, here, monkeypatch):
     tokenizer = tokenizers.Tokenizer.from_file("model/tokenizer.json")
     tokenizer.add_special_tokens(["<eos>"])
     tokenizer.save("model/tokenizer.json")
+
+
+def test_eval_names_the_schedule_and_measures_the_controls(here, capsys):
+    save_complete("gemma3_text")
+    write_documents(here)
+    run_eval("run=hf:model", "data=text", "data.files=docs/*.txt", "ctx=64", "documents=2", "task.windows=1",
+             "task.scored_tokens=16", "scaling=yarn", "dtype=float32")  # fmt: skip
+    assert "layers=gemma3 (LLGLL) L.window=12" in capsys.readouterr().out
+    files = {f.name.split("-")[0]: f.read_text() for f in (here / "runs/hf-model/eval").glob("*.jsonl")}
+    losses = {label: json.loads(rows.splitlines()[-1])["loss"] for label, rows in files.items()}
+    assert files.keys() >= {"none", "window", "yarn"} and len(set(losses.values())) == len(losses)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "smollm3, windows, untied"])
+def test_there_and_back(family, here, monkeypatch):
+    """A checkpoint, fine-tuned by a step of almost no length and exported: the same model, in the same family."""
+    save_complete(family)
     write_documents(here)
     argv = ["exp=smoke", "init=hf:model", "data=text", "data.files=docs/*.txt", f"ctx={L}", "steps=1", "optim.lr=1e-9"]
     monkeypatch.setattr("sys.argv", ["train.py", *argv, "name=x"])
