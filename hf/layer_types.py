@@ -113,7 +113,8 @@ def with_layers(
 
     full, sliding: the rotation of the layers without and with a window. pos= becomes that of the full layers. A scaling
     in config.json applies to the types of layer that have it, and so do scaling methods at reading. Without one they
-    apply to the layers that see all tokens: no window reaches further than it did in training.
+    apply to the layers that see all tokens or have a window above the trained context: others reach no further than in
+    training.
     """
     kinds = sorted({(window is not None, rotates) for window, rotates in zip(windows, rotated, strict=True)})
     used = [sliding if windowed else full for windowed, rotates in kinds if rotates]
@@ -126,6 +127,7 @@ def with_layers(
     own = used[0]
     if kinds == [(False, True)]:
         return own
+    context = (scaled or [own])[0]
     letters = dict(zip(kinds, letters_of(kinds), strict=True))
     layers: dict[str, Any] = {
         "pattern": "".join(letters[w is not None, r] for w, r in zip(windows, rotated, strict=True))
@@ -137,9 +139,8 @@ def with_layers(
             "pos": {"kind": "none"} if not rotates else None if rope.pos == own.pos else rope.pos,
             "window": window if windowed else None,
             "sinks": 0,
-            "scaled": rope in scaled if scaled and rotates else not windowed,
+            "scaled": rope in scaled if scaled and rotates else not windowed or (window or 0) > context.train_ctx,
         }
-    context = (scaled or [own])[0]
     return context._replace(pos=own.pos, layers=layers)
 
 

@@ -35,9 +35,9 @@ class PostNormBlock(Block):
     """The norms are after attention and MLP instead of before them (OLMo 2)."""
 
     def forward(self, x: Tensor, *where: Any) -> Tensor:
-        attended = self.norm1(self.attention(x, *where))
+        attended = self.norm1(self.attention(x, *where).to(x.dtype))  # under autocast bfloat16
         x = x[:, -attended.shape[1] :] + attended
-        return x + self.norm2(self.mlp(x))
+        return x + self.norm2(self.mlp(x).to(x.dtype))
 
 
 class PrePostNormBlock(Block):
@@ -48,9 +48,9 @@ class PrePostNormBlock(Block):
         self.post_norm1, self.post_norm2 = make_norm(cfg), make_norm(cfg)
 
     def forward(self, x: Tensor, *where: Any) -> Tensor:
-        attended = self.post_norm1(self.attention(self.norm1(x), *where))
+        attended = self.post_norm1(self.attention(self.norm1(x), *where).to(x.dtype))  # under autocast bfloat16
         x = x[:, -attended.shape[1] :] + attended
-        return x + self.post_norm2(self.mlp(self.norm2(x)))
+        return x + self.post_norm2(self.mlp(self.norm2(x)).to(x.dtype))
 
 
 BLOCKS = {

@@ -437,7 +437,7 @@ def test_mistrals_default_window_applies_without_the_key(tmp_path):
     del config["sliding_window"]  # transformers then takes 4096
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert reading.read(tmp_path, L)[0].layers == {
-        "pattern": "LL", "L": {"pos": None, "window": 4096, "sinks": 0, "scaled": False}
+        "pattern": "LL", "L": {"pos": None, "window": 4096, "sinks": 0, "scaled": True}
     }  # fmt: skip
 
 
