@@ -109,8 +109,8 @@ def window_in_tokens(setting: str, window: float | None, sinks: int, ctx: int) -
 def describe_layers(cfg: TrainConfig) -> str:
     """The schedule's name, its pattern, and its settings that differ from the yaml: `swan (GLLL) L.window=32`."""
     name = closest_yaml(cfg)
-    flat = flatten(cfg.layers)
-    usual = flatten(resolved_yaml(name, cfg)) if name else {}
+    flat = flatten(cfg.layers, cfg)
+    usual = flatten(resolved_yaml(name, cfg), cfg) if name else {}
     changed = [f"{key}={value}" for key, value in flat.items() if key != "pattern" and usual.get(key, value) != value]
     return " ".join([f"{name} ({cfg.layers['pattern']})", *changed])
 
@@ -118,8 +118,8 @@ def describe_layers(cfg: TrainConfig) -> str:
 def closest_yaml(cfg: TrainConfig) -> str:
     """The name of the yaml of conf/layers from which the run's schedule differs least: the one that the user typed."""
     names = [name for name in choices("layers") if name != "uniform"]
-    settings = flatten(cfg.layers).items()
-    return min(names, key=lambda name: len(settings ^ flatten(resolved_yaml(name, cfg)).items()))
+    settings = flatten(cfg.layers, cfg).items()
+    return min(names, key=lambda name: len(settings ^ flatten(resolved_yaml(name, cfg), cfg).items()))
 
 
 def resolved_yaml(name: str, cfg: TrainConfig) -> dict[str, Any]:
@@ -130,10 +130,10 @@ def resolved_yaml(name: str, cfg: TrainConfig) -> dict[str, Any]:
         return {}
 
 
-def flatten(layers: dict[str, Any]) -> dict[str, str]:
-    """{"L": {"window": 8}} -> {"L.window": "8"}"""
+def flatten(layers: dict[str, Any], cfg: TrainConfig) -> dict[str, str]:
+    """{"L": {"window": 8}} -> {"L.window": "8"}, with the encoding of the run where a kind has none of its own"""
     flat = {}
     for letter, values in layers.items():
         items = values.items() if isinstance(values, dict) else [(None, values)]
         flat |= {letter if key is None else f"{letter}.{key}": str(value) for key, value in items}
-    return flat
+    return {key: str(cfg.pos) if key.endswith(".pos") and value == "None" else value for key, value in flat.items()}

@@ -89,9 +89,9 @@ class ModelConfig:
     n_kv_heads: Annotated[int | None, SIZE] = None  # None: as many as n_heads; fewer: grouped-query attention
     head_dim: Annotated[int | None, SIZE] = None  # None: width / n_heads
     width: Annotated[int, SIZE] = MISSING
-    mlp: Annotated[str, one_of("gelu", "gelu_exact", "swiglu")] = "gelu"  # gelu: the tanh approximation
+    mlp: Annotated[str, one_of("gelu", "gelu_exact", "swiglu", "geglu")] = "gelu"  # gelu: the tanh approximation
     mlp_ratio: Annotated[int, SIZE] = 4
-    mlp_width: Annotated[int | None, SIZE] = None  # None: mlp_ratio * width, and 2/3 of it for swiglu
+    mlp_width: Annotated[int | None, SIZE] = None  # None: mlp_ratio * width, and 2/3 of it with a gate
     tied_head: bool = True
     norm: Annotated[str, one_of("rms", "layer")] = "rms"  # layer: LayerNorm, with biases
     norm_eps: Annotated[float, above(0)] = 1e-6
@@ -103,8 +103,9 @@ class ModelConfig:
     mlp_bias: bool = False
     head_bias: bool = False
     # parallel: attention and MLP read the same x (GPT-NeoX); parallel_shared: through one norm (GPT-J);
-    # serial_post: serial, with the norms after attention and MLP instead of before them (OLMo 2)
-    residual: Annotated[str, one_of("serial", "serial_post", "parallel", "parallel_shared")] = "serial"
+    # serial_post: serial, with the norms after attention and MLP instead of before them (OLMo 2);
+    # serial_both: with norms before and after them (Gemma 3)
+    residual: Annotated[str, one_of("serial", "serial_post", "serial_both", "parallel", "parallel_shared")] = "serial"
 
     @property
     def head_width(self) -> int:

@@ -15,13 +15,25 @@ from torch import Tensor
 
 from conf.schema import ModelConfig
 from hf.config import HARMLESS, OFF, Config
-from hf.rope_types import PositionSettings, read_rope, rope_object, rotary_part, without_rotation
-from hf.weight_names import ARCEE, BLOOM, GPT2, GPTJ, LLAMA, MPT, NEOX, OLMO2, PHI3, Table, Take
-
-# hidden_act -> model.mlp. Of several names for one function, the first is written.
-ACTIVATIONS = {"silu": "swiglu", "gelu": "gelu_exact"} | dict.fromkeys(
-    ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu"
+from hf.layer_types import (
+    FULL,
+    SLIDING,
+    read_rope_of_types,
+    read_rotated,
+    read_windows,
+    sliding_window,
+    windows_of_family,
+    with_layers,
 )
+from hf.rope_types import PositionSettings, read_rope, rope_object, rotary_part, without_rotation
+from hf.weight_names import ARCEE, BLOOM, COHERE2, GEMMA3, GPT2, GPTJ, LLAMA, MPT, NEOX, OLMO2, PHI3, Table, Take
+
+# hidden_act -> model.mlp, without and with a gate. Of several names for one function, the first is written.
+TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
+ACTIVATIONS = {
+    False: {"gelu": "gelu_exact"} | dict.fromkeys(TANH_GELU, "gelu"),
+    True: {"silu": "swiglu"} | dict.fromkeys(TANH_GELU, "geglu"),
+}
 
 # ---- multiplied into the weights ----
 
@@ -71,6 +83,37 @@ def fold_bloom(c: Config, m: ModelConfig, ours: dict[str, Tensor], take: Take) -
     m.tied_head = False
 
 
+def fold_gemma3(c: Config, m: ModelConfig, ours: dict[str, Tensor], take: Take) -> None:
+    """Gemma 3's norms multiply by 1 + weight, its embeddings by sqrt(C), and its scores have another divisor.
+
+    A tied head has the embeddings without sqrt(C), by which the final norm is divided instead, so that it stays tied.
+    """
+    for name in (name for name, x in ours.items() if x.dim() == 1 and name.endswith("weight")):
+        ours[name] = ours[name] + 1
+    for i in range(m.n_layers):
+        ours[f"blocks.{i}.attention.qk_norms.0.weight"] *= (m.head_width / score_width(c)) ** 0.5
+    scale_embeddings(m, ours, m.width**0.5)
+
+
+def unfold_gemma3(m: ModelConfig, ours: dict[str, Tensor]) -> None:
+    """The inverse of `fold_gemma3`, where the scores are divided by the root of the width of a head."""
+    scale_embeddings(m, ours, m.width**-0.5)
+    for name in (name for name, x in ours.items() if x.dim() == 1 and name.endswith("weight")):
+        ours[name] = ours[name] - 1
+
+
+def scale_embeddings(m: ModelConfig, ours: dict[str, Tensor], factor: float) -> None:
+    """Multiply the embeddings; if the head is tied to them, the final norm is divided so that the logits stay."""
+    ours["tokens.weight"] = ours["tokens.weight"] * factor
+    if m.tied_head:
+        ours["head.weight"], ours["norm.weight"] = ours["tokens.weight"], ours["norm.weight"] / factor
+
+
+def fold_cohere2(c: Config, m: ModelConfig, ours: dict[str, Tensor], take: Take) -> None:
+    """Cohere 2's factor of the logits, by way of the final norm, which has no bias."""
+    ours["norm.weight"] = ours["norm.weight"] * c.number("logit_scale", default=0.0625)
+
+
 # ---- settings from config.json ----
 
 Settings = tuple[ModelConfig, PositionSettings]
@@ -79,11 +122,10 @@ Settings = tuple[ModelConfig, PositionSettings]
 def activation(c: Config, key: str, gated: bool, default: str) -> str:
     """Our model.mlp for the activation in config.json[key]. gated: whether the family has a gate in its MLP."""
     name = c.get(key, default=default)
-    mlp = ACTIVATIONS.get(name) if isinstance(name, str) else None
-    if mlp is None or (mlp == "swiglu") != gated:
-        accepted = [known for known, ours in ACTIVATIONS.items() if (ours == "swiglu") == gated]
-        raise c.refuse(key, name, f"not supported: must be {', '.join(accepted)}")
-    return mlp
+    known = ACTIVATIONS[gated]
+    if not isinstance(name, str) or name not in known:
+        raise c.refuse(key, name, f"not supported: must be {', '.join(known)}")
+    return known[name]
 
 
 def refuse_window(c: Config, key: str, window: int | None, ctx: int) -> None:
@@ -93,16 +135,23 @@ def refuse_window(c: Config, key: str, window: int | None, ctx: int) -> None:
 
 
 # Where transformers' defaults, which apply to an absent key, are not those of Llama
-NORM_EPS = {"arcee": 1e-5, "olmo2": 1e-5, "phi3": 1e-5}
-KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "stablelm": 32}
+NORM_EPS = {"arcee": 1e-5, "olmo2": 1e-5, "olmo3": 1e-5, "phi3": 1e-5}
+KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4, "stablelm": 32}
+ROPE_THETA = {"olmo3": 500_000.0, "smollm3": 2_000_000.0}
 # Settings of the code that trained these models, and of sums in another order. transformers reads none of MPT's,
 # learned_pos_emb beside ALiBi neither.
 BLOOM_HARMLESS = """attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi skip_bias_add
     skip_bias_add_qkv slow_but_exact"""
 MPT_HARMLESS = """learned_pos_emb init_device init_config embedding_fraction verbose norm_type emb_pdrop
     tokenizer_name"""
-ATTENTION_BIAS = ("llama", "arcee", "qwen3", "olmo2", "granite")  # families that read this key
-MLP_BIAS = ("llama", "arcee", "granite")
+ATTENTION_BIAS = ("llama", "arcee", "qwen3", "olmo2", "olmo3", "granite", "smollm3")  # families that read this key
+MLP_BIAS = ("llama", "arcee", "granite", "smollm3")
+# Of Cohere 2's older files: they describe the architecture, and transformers does not read them
+COHERE2_NOTES = {"order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj"} | (
+    dict.fromkeys(
+        ("use_embedding_sharing", "use_gated_activation", "use_parallel_block", "use_parallel_embedding"), True
+    )
+)
 
 
 def kv_heads(c: Config, H: int) -> int:
@@ -112,21 +161,21 @@ def kv_heads(c: Config, H: int) -> int:
 
 
 def llama(c: Config, ctx: int, train_ctx: int | None) -> Settings:
-    """Llama 2/3, SmolLM2, Mistral, Qwen2, Qwen3, Phi-3, OLMo 2, Granite, and Arcee, which is Llama without the gate.
+    """Llama 2/3, SmolLM2/3, Mistral, Qwen2/3, Phi-3, OLMo 2/3, Granite, and Arcee, which is Llama without the gate.
 
     For this and the other families: ctx is the longest length to evaluate, tokens. train_ctx: the context of the
     pre-training from the command line, or None. UserError for a setting that our GPT does not have.
     """
     kind, H, width = c.get("model_type"), c.count("num_attention_heads"), c.count("hidden_size")
-    attention_bias = kind in ATTENTION_BIAS and c.flag("attention_bias")
+    attention_bias, olmo = kind in ATTENTION_BIAS and c.flag("attention_bias"), kind in ("olmo2", "olmo3")
     m = ModelConfig(
         n_layers=c.count("num_hidden_layers"), n_heads=H, n_kv_heads=kv_heads(c, H),
         head_dim=c.count("head_dim", default=128 if kind == "qwen3" else max(1, width // H)), width=width,
         mlp=activation(c, "hidden_act", kind != "arcee", "silu" if kind != "arcee" else "relu2"),
-        mlp_width=c.count("intermediate_size"), tied_head=c.flag("tie_word_embeddings"),
+        mlp_width=c.count("intermediate_size"), tied_head=c.flag("tie_word_embeddings", default=kind == "smollm3"),
         norm_eps=c.number("rms_norm_eps", default=NORM_EPS.get(kind, 1e-6), least=1e-20),
-        qk_norm=kind in ("qwen3", "olmo2"), qk_norm_weight=kind in ("qwen3", "olmo2"),
-        qk_norm_all_heads=kind == "olmo2", residual="serial_post" if kind == "olmo2" else "serial",
+        qk_norm=kind == "qwen3" or olmo, qk_norm_weight=kind == "qwen3" or olmo,
+        qk_norm_all_heads=olmo, residual="serial_post" if olmo else "serial",
         qkv_bias=kind == "qwen2" or attention_bias, out_bias=attention_bias,
         mlp_bias=kind in MLP_BIAS and c.flag("mlp_bias"),
     )  # fmt: skip
@@ -134,32 +183,81 @@ def llama(c: Config, ctx: int, train_ctx: int | None) -> Settings:
         for multiplier in ("embedding_multiplier", "residual_multiplier", "attention_multiplier"):
             c.number(multiplier, default=1.0)
         logits_scaling(c)
-    refuse_sliding_layers(c, kind, ctx)
+    rotated = read_rotated(c, m.n_layers) if kind == "smollm3" else [True] * m.n_layers
+    windows, longest = windows_of_family(c, kind, rotated), c.count("max_position_embeddings")
+    base = c.number("rope_theta", default=ROPE_THETA.get(kind, 10000.0), least=1)
+    if kind == "olmo3":
+        if not c.object("rope_parameters") and base != ROPE_THETA[kind]:
+            reason = "transformers gives it to the full layers only: rope_parameters must have it for each type"
+            raise c.refuse("rope_theta", base, reason)
+        types = read_rope_of_types(c, {FULL: base, SLIDING: ROPE_THETA[kind]}, longest, train_ctx)
+        return m, with_layers(c, windows, rotated, types[FULL], types[SLIDING])
     key, parameters = rope_object(c)
-    base, longest = c.number("rope_theta", default=10000.0, least=1), c.count("max_position_embeddings")
     if kind != "phi3":
-        return m, read_rope(c, key, parameters, base, longest, train_ctx)
+        rope = read_rope(c, key, parameters, base, longest, train_ctx)
+        return m, with_layers(c, windows, rotated, rope, rope)
     fraction = rotary_part(c, m.head_width, "partial_rotary_factor", parameters, 1.0)
     rope_type = parameters.get("rope_type") or parameters.pop("type", None) or "default"
     if rope_type not in ("default", "longrope", "su", "yarn"):
         raise c.refuse(f"{key}.rope_type", rope_type, "not supported: of phi3 it must be default or longrope")
     parameters["rope_type"] = "default" if rope_type == "default" else "longrope"  # su, yarn: its earlier names
-    return m, read_rope(c, key, parameters, base, longest, train_ctx, rotary_fraction=fraction, longrope_ctx=4096)
+    rope = read_rope(c, key, parameters, base, longest, train_ctx, rotary_fraction=fraction, longrope_ctx=4096)
+    return m, with_layers(c, windows, rotated, rope, rope)
 
 
-def refuse_sliding_layers(c: Config, kind: str, ctx: int) -> None:
-    """UserError if a layer attends to fewer than ctx tokens, or in a way that our GPT does not have."""
-    window = None
-    if kind in ("qwen2", "qwen3") and not c.flag("use_sliding_window"):
-        c.ignore("sliding_window")
-    elif "sliding_window" not in c.values and kind in ("mistral", "qwen2", "qwen3"):
-        window = 4096  # transformers' default
-    else:
-        window = c.optional_count("sliding_window")
-    refuse_window(c, "sliding_window", window, ctx)
-    types, known = c.get("layer_types", default=[]), ["full_attention", *(["sliding_attention"] if window else [])]
-    if different := [t for t in types if t not in known] if isinstance(types, list) else [types]:
-        raise c.refuse("layer_types", different[0], "not supported: must be full_attention")
+def gemma3(c: Config, ctx: int, train_ctx: int | None) -> Settings:
+    """Gemma 3's text model: norms before and after attention and MLP, a gated GELU, QK-norm.
+
+    Five of six layers have a window and a base of their own.
+    """
+    bias, tied = c.flag("attention_bias"), c.flag("tie_word_embeddings", default=True)
+    m = ModelConfig(
+        n_layers=c.count("num_hidden_layers"), n_heads=c.count("num_attention_heads", default=8),
+        n_kv_heads=c.count("num_key_value_heads", default=4), head_dim=c.count("head_dim", default=256),
+        width=c.count("hidden_size"), mlp=activation(c, "hidden_activation", True, "gelu_pytorch_tanh"),
+        mlp_width=c.count("intermediate_size"), tied_head=tied, qkv_bias=bias, out_bias=bias,
+        norm_eps=c.number("rms_norm_eps", default=1e-6, least=1e-20),
+        qk_norm=True, qk_norm_weight=True, residual="serial_both",
+    )  # fmt: skip
+    score_width(c)
+    every = c.count("sliding_window_pattern", default=6)
+    c.ignore("hidden_act cache_implementation _sliding_window_pattern")  # transformers does not read them
+    windows = read_windows(c, m.n_layers, sliding_window(c, 4096), lambda i: (i + 1) % every > 0)
+    bases = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
+    bases = {layer_type: c.number(key, default=base, least=1) for layer_type, (key, base) in bases.items()}
+    types = read_rope_of_types(c, bases, c.count("max_position_embeddings", default=131_072), train_ctx)
+    return m, with_layers(c, windows, [True] * m.n_layers, types[FULL], types[SLIDING])
+
+
+def score_width(c: Config) -> float:
+    """Gemma 3 divides the scores by the root of this, where other models have the width of a head."""
+    return c.number("query_pre_attn_scalar", default=256.0, least=1)
+
+
+def cohere2(c: Config, ctx: int, train_ctx: int | None) -> Settings:
+    """Cohere 2: attention and MLP in parallel after one LayerNorm without biases, interleaved pairs.
+
+    Three of four layers have a window and rotate, the others see all tokens and have no positions.
+    """
+    H, width, bias = c.count("num_attention_heads"), c.count("hidden_size"), c.flag("attention_bias")
+    m = ModelConfig(
+        n_layers=c.count("num_hidden_layers"), n_heads=H, n_kv_heads=kv_heads(c, H), width=width,
+        mlp=activation(c, "hidden_act", True, "silu"), mlp_width=c.count("intermediate_size"),
+        tied_head=c.flag("tie_word_embeddings", default=True), qkv_bias=bias, out_bias=bias,
+        norm="layer", norm_eps=c.number("layer_norm_eps", default=1e-5, least=1e-20), residual="parallel_shared",
+    )  # fmt: skip
+    c.number("logit_scale", default=0.0625)  # `fold_cohere2`
+    if (head := c.count("head_dim", default=m.head_width)) != m.head_width:
+        raise c.refuse("head_dim", head, f"must be {m.head_width}: transformers divides the width by the heads")
+    for key, right in COHERE2_NOTES.items():
+        c.require(key, right)
+    c.ignore("cache_implementation layer_switch rotary_pct")
+    every = c.count("sliding_window_pattern", default=4)
+    windows = read_windows(c, m.n_layers, sliding_window(c, 4096), lambda i: (i + 1) % every > 0)
+    key, parameters = rope_object(c)
+    base, longest = c.number("rope_theta", default=10000.0, least=1), c.count("max_position_embeddings", default=8192)
+    rope = read_rope(c, key, parameters, base, longest, train_ctx, interleaved=True)
+    return m, with_layers(c, windows, [window is not None for window in windows], rope, rope)
 
 
 def stablelm(c: Config, ctx: int, train_ctx: int | None) -> Settings:
@@ -275,12 +373,15 @@ class Family(NamedTuple):
     table: Table
     # Changes our state dict, and model.tied_head, by what the settings cannot express
     fold: Callable[[Config, ModelConfig, dict[str, Tensor], Take], None] | None = None
+    unfold: Callable[[ModelConfig, dict[str, Tensor]], None] | None = None  # the inverse, where we write the family
 
 
-FAMILIES = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Family(llama, LLAMA)) | {
+FAMILIES = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), Family(llama, LLAMA)) | {
     "arcee": Family(llama, ARCEE),
     "phi3": Family(llama, PHI3),
-    "olmo2": Family(llama, OLMO2),
+    **dict.fromkeys(("olmo2", "olmo3"), Family(llama, OLMO2)),
+    "gemma3_text": Family(gemma3, GEMMA3, fold_gemma3, unfold_gemma3),
+    "cohere2": Family(cohere2, COHERE2, fold_cohere2),
     "granite": Family(llama, LLAMA, fold_granite),
     "stablelm": Family(stablelm, LLAMA),
     "gpt_neox": Family(neox, NEOX),

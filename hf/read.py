@@ -61,6 +61,7 @@ def read_settings(c: Config, ctx: int, train_ctx: int | None) -> tuple[TrainConf
     if m.n_heads % m.kv_heads:
         raise c.refuse("num_key_value_heads", m.kv_heads, f"must be a divisor of the {m.n_heads} attention heads")
     cfg = TrainConfig(model=m, pos=positions.pos, scaling=positions.scaling, ctx=positions.longest_ctx)
+    cfg.layers = positions.layers or {}
     cfg.steps, cfg.dtype = 0, "float32"
     if positions.longest_ctx > positions.train_ctx:  # extended, as a run of ours that was fine-tuned with init=
         cfg.init, cfg.pretrained = "hf", {"ctx": positions.train_ctx, "run": "config.json"}

@@ -61,6 +61,7 @@ class PositionSettings(NamedTuple):
     scaling: dict  # kind and knobs, as in a yaml of conf/scaling
     train_ctx: int  # L, tokens: the context that the frequencies were pre-trained at
     longest_ctx: int  # the longest context that the model was trained for
+    layers: dict | None = None  # the resolved schedule of a model with layers of several kinds, as TrainConfig.layers
 
 
 def without_rotation(c: Config, pos: dict, L: int | None, train_ctx: int | None) -> PositionSettings:

@@ -58,6 +58,15 @@ PHI3 = LLAMA._replace(layer={**LLAMA.layer, "attention.qkv": "self_attn.qkv_proj
 OLMO2 = LLAMA._replace(
     layer={**LLAMA.layer, "norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"}
 )
+GEMMA3 = LLAMA._replace(
+    layer={
+        **LLAMA.layer,
+        "post_norm1": "post_attention_layernorm",
+        "norm2": "pre_feedforward_layernorm",
+        "post_norm2": "post_feedforward_layernorm",
+    }
+)
+COHERE2 = LLAMA._replace(zeros=("norm.bias", "norm1.bias"))
 NEOX = Table(
     {"tokens": "gpt_neox.embed_in", "norm": "gpt_neox.final_layer_norm", "head": "embed_out"},
     "gpt_neox.layers",

@@ -18,16 +18,19 @@ from torch import Tensor
 from conf.errors import UserError, file_errors
 from conf.layer_schedule import describe_layers
 from conf.registry import describe
-from conf.schema import ModelConfig, TrainConfig
+from conf.schema import TrainConfig
 from data.checkpoint_tokenizer import byte_letters
 from data.corpus import Corpus
 from data.tokenizer import END
 from engine.run import Run
-from hf.families import ACTIVATIONS, FAMILIES
-from hf.rope_types import rope_parameters
+from hf.families import ACTIVATIONS, FAMILIES, MLP_BIAS
+from hf.layer_types import WITH_LAYERS, layer_keys, layers_of
 from hf.weight_names import from_ours
+from model.gpt import describe_encoding
 
-CLASSES = {"llama": "Llama", "arcee": "Arcee", "qwen3": "Qwen3"}  # model_type -> class name prefix
+# model_type -> class name prefix
+CLASSES = {"llama": "Llama", "arcee": "Arcee", "qwen3": "Qwen3", "smollm3": "SmolLM3", "olmo2": "Olmo2",
+           "olmo3": "Olmo3", "gemma3_text": "Gemma3"}  # fmt: skip
 
 
 def write_checkpoint(run: Run, out: Path) -> str:
@@ -39,24 +42,25 @@ def write_checkpoint(run: Run, out: Path) -> str:
         raise UserError(f"out={out}: is there already: choose another or remove it")
     assert isinstance(run.corpus, Corpus)  # our own runs have one
     cfg, encoding = run.cfg, run.corpus.encoding
-    if cfg.layers:
-        raise UserError(f"layers={describe_layers(cfg)}: cannot be exported: only layers=uniform can")
-    model_type = architecture(cfg.model)
-    rope = rope_parameters(cfg, run.trained_scaling(cfg.ctx), run.context.train_ctx)
+    model_type = architecture(cfg)
+    layers = layer_keys(cfg, model_type, layers_of(cfg, run.trained_scaling(cfg.ctx), run.context.train_ctx))
     end, V = encoding.eot_token, encoding.n_vocab
     end_text, own = encoding.decode([end]), isinstance(encoding, tiktoken.Encoding)
     tokenizer = tokenizer_json(encoding) if own else json.loads(encoding.content)  # of the checkpoint it started from
     state = real_tokens_only(run.model.state_dict(), V)
     files: dict[str, dict | str] = {
-        "README.md": model_card(run, out, model_type, rope),
-        "config.json": config(cfg, V, end, state["blocks.0.mlp.down.weight"].shape[1], rope),
+        "README.md": model_card(run, out, model_type),
+        "config.json": config(cfg, model_type, V, end, state["blocks.0.mlp.down.weight"].shape[1], layers),
         "generation_config.json": {"bos_token_id": end, "eos_token_id": end},
         "tokenizer.json": tokenizer,
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end_text,
                                   "eos_token": end_text, "clean_up_tokenization_spaces": False,
                                   "model_max_length": cfg.ctx},
     }  # fmt: skip
-    tensors = from_ours(FAMILIES[model_type].table, cfg.model, in_hf_form(cfg.model, state, cfg.pos["interleaved"]))
+    state, family = in_hf_form(cfg, state), FAMILIES[model_type]
+    if family.unfold is not None:
+        family.unfold(cfg.model, state)
+    tensors = from_ours(family.table, cfg.model, state)
     # Written to a temporary folder and renamed, so that a full disk leaves nothing that looks complete
     temporary = None
     try:
@@ -80,50 +84,58 @@ def write_checkpoint(run: Run, out: Path) -> str:
 # ---- config.json ----
 
 
-def architecture(m: ModelConfig) -> str:
+def architecture(cfg: TrainConfig) -> str:
     """The model_type of transformers that computes the same function as this model. UserError if there is none."""
-    gated = m.mlp == "swiglu"
+    m = cfg.model
+    gated = m.mlp in ACTIVATIONS[True].values()
+    other_norms = {"serial_post": "olmo2", "serial_both": "gemma3_text"}
     # setting -> whether its value, with the other settings, rules out every model_type that we write
     cannot = {
         "norm": m.norm != "rms",
-        "residual": m.residual != "serial",
+        "residual": m.residual != "serial" and not (m.residual in other_norms and gated and m.qk_norm),
         "head_bias": m.head_bias,
         "width": m.width % m.n_heads > 0,
-        "qk_norm": m.qk_norm and not (gated and not m.mlp_bias),  # only Qwen3 has it
-        "qk_norm_all_heads": m.qk_norm_all_heads,
+        "qk_norm": m.qk_norm and not (gated and not m.mlp_bias),  # only Qwen3, OLMo 2, OLMo 3 and Gemma 3 have it
+        "qk_norm_all_heads": m.qk_norm_all_heads != (m.residual == "serial_post"),
     }
     for setting in (s for s, bad in cannot.items() if bad):
         raise UserError(
             f"model.{setting}={getattr(m, setting)}: cannot be exported with the other settings of this model; "
-            "model=nano, tiny, gpt2, llama and qwen3 can"
+            "model=nano, tiny, gpt2, llama, qwen3, olmo3 and gemma3 can"
         )
     # Not qwen2 for biases of q, k and v: transformers gives it its own tokenizer, which has other token ids
-    return "qwen3" if m.qk_norm else "llama" if gated else "arcee"
+    model_type = other_norms.get(m.residual) or ("qwen3" if m.qk_norm else "llama" if gated else "arcee")
+    if cfg.layers and model_type not in WITH_LAYERS:
+        reason = f"cannot be exported with model.mlp={m.mlp}; model=llama, qwen3, olmo3 and gemma3 can"
+        raise UserError(f"layers={describe_layers(cfg)}: {reason}")
+    return WITH_LAYERS[model_type] if cfg.layers else model_type
 
 
-def config(cfg: TrainConfig, vocab_size: int, end: int, hidden: int, rope: dict) -> dict:
-    """config.json. end: the id of the token between documents; hidden: the MLP's width; rope: rope_parameters."""
-    m, model_type = cfg.model, architecture(cfg.model)
-    biases = {"attention_bias": m.qkv_bias or m.out_bias}
-    biases |= {"mlp_bias": m.mlp_bias} if model_type != "qwen3" else {}
+def config(cfg: TrainConfig, model_type: str, vocab_size: int, end: int, hidden: int, layers: dict) -> dict:
+    """config.json. end: the id of the token between documents; hidden: the MLP's width; layers: `layer_keys`."""
+    m, gemma = cfg.model, model_type == "gemma3_text"
+    activations = ACTIVATIONS[m.mlp in ACTIVATIONS[True].values()]
     return {
         "architectures": [f"{CLASSES[model_type]}ForCausalLM"],
         "model_type": model_type,
-        "hidden_act": next(name for name, mlp in ACTIVATIONS.items() if mlp == m.mlp),
+        "hidden_activation" if gemma else "hidden_act": next(x for x, mlp in activations.items() if mlp == m.mlp),
         "hidden_size": m.width,
         "intermediate_size": hidden,
         "num_hidden_layers": m.n_layers,
         "num_attention_heads": m.n_heads,
         "num_key_value_heads": m.kv_heads,
         "head_dim": m.head_width,
+        **({"query_pre_attn_scalar": m.head_width} if gemma else {}),
         "max_position_embeddings": cfg.ctx,
         "rms_norm_eps": m.norm_eps,
-        "rope_parameters": rope,
+        **layers,
         "tie_word_embeddings": m.tied_head,
-        **biases,
+        "attention_bias": m.qkv_bias or m.out_bias,
+        **({"mlp_bias": m.mlp_bias} if model_type in MLP_BIAS else {}),
         "vocab_size": vocab_size,
         "bos_token_id": end,
         "eos_token_id": end,
+        "pad_token_id": None,  # the default of some families is above our vocab_size
         "dtype": "float32",
     }
 
@@ -131,18 +143,18 @@ def config(cfg: TrainConfig, vocab_size: int, end: int, hidden: int, rope: dict)
 # ---- README.md ----
 
 
-def model_card(run: Run, out: Path, model_type: str, rope: dict) -> str:
+def model_card(run: Run, out: Path, model_type: str) -> str:
     """README.md in the Hub's format: YAML between two lines of dashes, then Markdown."""
     cfg, m = run.cfg, run.cfg.model
     L, trained = run.context.train_ctx, run.context.longest_trained_ctx
     scaling = describe("scaling", cfg.scaling)
     context = f"{trained} tokens" if trained == L else f"{L} tokens, then extended to {trained} with scaling={scaling}"
     validation = ", ".join(f"{name} {value:.4f}" for name, value in run.validation.items())
-    train_ctx = f" train_ctx={L}" if rope["rope_type"] == "linear" else ""  # config.json cannot contain it
+    train_ctx = f" train_ctx={L}" if cfg.scaling["kind"] == "pi" else ""  # config.json cannot contain it
     rows = {
         "architecture": f"{model_type}: {m.n_layers} layers, width {m.width}, {m.n_heads} heads, "
         f"{m.kv_heads} key-value heads of width {m.head_width}, mlp={m.mlp}, {run.model.n_parameters():,} parameters",
-        "positions": f"pos={describe('pos', cfg.pos)}, scaling={scaling}",
+        "positions": f"{describe_encoding(cfg)}, scaling={scaling}",
         "training context": context,
         "training text": f"data={describe('data', cfg.data)}",
         "training": f"{run.step} steps of {cfg.batch_tokens} tokens, seed {cfg.seed}, learning rate {cfg.optim.lr}",
@@ -200,30 +212,31 @@ def real_tokens_only(state: dict[str, Tensor], n_vocab: int) -> dict[str, Tensor
     return {name: x[:n_vocab] if name.startswith(("tokens.", "head.")) else x for name, x in state.items()}
 
 
-def in_hf_form(m: ModelConfig, state: Mapping[str, Tensor], interleaved: bool) -> dict[str, Tensor]:
+def in_hf_form(cfg: TrainConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our state dict with QK-norm weights, and with the dimensions of each q and k head in Hugging Face's order.
 
     Llama rotates pairs (i, i + D/2). Our interleaved pairs (2i, 2i + 1) are permuted to these places, which does not
     change a score, because it is a sum over the dimensions of a head. QK-norm without weights becomes QK-norm with
     weights of 1. In Hugging Face q, k, v and the output projection have biases together: missing ones become zeros.
     """
-    D, layers = m.head_width, range(m.n_layers)
-    ones = {f"blocks.{i}.attention.qk_norms.{j}.weight": torch.ones(D) for i in layers for j in (0, 1)}
+    m, D, layers = cfg.model, cfg.model.head_width, range(cfg.model.n_layers)
+    widths = [heads * D if m.qk_norm_all_heads else D for heads in (m.n_heads, m.kv_heads)]
+    ones = {f"blocks.{i}.attention.qk_norms.{j}.weight": torch.ones(w) for i in layers for j, w in enumerate(widths)}
     state = {**(ones if m.qk_norm else {}), **state}
     if m.qkv_bias != m.out_bias:
         missing = "out" if m.qkv_bias else "qkv"
         for name in (f"blocks.{i}.attention.{missing}" for i in layers):
             state[f"{name}.bias"] = torch.zeros(len(state[f"{name}.weight"]))
-    if not interleaved:
-        return state
     order = torch.arange(D).view(-1, 2).T.flatten()  # 0, 2, 4, ..., 1, 3, 5, ...
-    for name, x in state.items():
-        if ".attention.qkv." in name:
-            heads = x.unflatten(0, (-1, D))  # [H + 2 G, D, C], of a bias [H + 2 G, D]
+    kinds = [cfg.layers[letter]["pos"] or cfg.pos for letter in cfg.layers["pattern"]] if cfg.layers else [cfg.pos]
+    interleaved = [i for i in layers if kinds[i % len(kinds)].get("interleaved")]
+    for name in [name for i in interleaved for name in state if name.startswith(f"blocks.{i}.attention.q")]:
+        heads = state[name].unflatten(0, (-1, D))  # [H + 2 G, D, C], of a bias [H + 2 G, D], of norms [1, H or G, D]
+        if ".qkv." in name:
             qk, v = heads.split((m.n_heads + m.kv_heads, m.kv_heads))
             state[name] = torch.cat((qk[:, order], v)).flatten(0, 1)
-        elif ".attention.qk_norms." in name:
-            state[name] = x[order]
+        else:
+            state[name] = heads[:, order].flatten(0, 1)
     return state
 
 

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 
 
 class MLP(nn.Module):
-    """The feed-forward layer, [B, T, C] -> [B, T, C]: GELU, or SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+    """The feed-forward layer, [B, T, C] -> [B, T, C]: GELU, or SwiGLU or GEGLU (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.gated, self.gelu = cfg.mlp == "swiglu", "tanh" if cfg.mlp == "gelu" else "none"
-        # SwiGLU has a third matrix, so 2/3 of the hidden width keeps the number of parameters, rounded up to 64.
+        self.gated, self.silu = cfg.mlp in ("swiglu", "geglu"), cfg.mlp == "swiglu"
+        self.gelu = "none" if cfg.mlp == "gelu_exact" else "tanh"
+        # A gate is a third matrix, so 2/3 of the hidden width keeps the number of parameters, rounded up to 64.
         hidden = cfg.mlp_ratio * cfg.width
         hidden = cfg.mlp_width or (64 * math.ceil(2 * hidden / 3 / 64) if self.gated else hidden)
         self.up = nn.Linear(cfg.width, hidden * (2 if self.gated else 1), bias=cfg.mlp_bias)
@@ -42,7 +43,7 @@ class MLP(nn.Module):
         x = self.up(x)
         if self.gated:
             gate, x = x.chunk(2, dim=-1)
-            return self.down(F.silu(gate) * x)
+            return self.down((F.silu(gate) if self.silu else F.gelu(gate, approximate=self.gelu)) * x)
         return self.down(F.gelu(x, approximate=self.gelu))
 
 

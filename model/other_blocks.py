@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from conf.schema import ModelConfig
-from model.gpt import Block
+from model.gpt import Block, make_norm
 
 
 class ParallelBlock(Block):
@@ -35,12 +35,30 @@ class PostNormBlock(Block):
     """The norms are after attention and MLP instead of before them (OLMo 2)."""
 
     def forward(self, x: Tensor, *where: Any) -> Tensor:
-        attended = self.norm1(self.attention(x, *where))
+        attended = self.norm1(self.attention(x, *where).to(x.dtype))  # under autocast bfloat16
         x = x[:, -attended.shape[1] :] + attended
-        return x + self.norm2(self.mlp(x))
+        return x + self.norm2(self.mlp(x).to(x.dtype))
 
 
-BLOCKS = {"parallel": ParallelBlock, "parallel_shared": SharedNormBlock, "serial_post": PostNormBlock}
+class PrePostNormBlock(Block):
+    """Norms before and after attention and MLP (Gemma 2 and 3)."""
+
+    def __init__(self, cfg: ModelConfig, linear: bool, content: nn.Module | None = None):
+        super().__init__(cfg, linear, content)
+        self.post_norm1, self.post_norm2 = make_norm(cfg), make_norm(cfg)
+
+    def forward(self, x: Tensor, *where: Any) -> Tensor:
+        attended = self.post_norm1(self.attention(self.norm1(x), *where).to(x.dtype))  # under autocast bfloat16
+        x = x[:, -attended.shape[1] :] + attended
+        return x + self.post_norm2(self.mlp(self.norm2(x)).to(x.dtype))
+
+
+BLOCKS = {
+    "parallel": ParallelBlock,
+    "parallel_shared": SharedNormBlock,
+    "serial_post": PostNormBlock,
+    "serial_both": PrePostNormBlock,
+}
 
 
 def build(cfg: ModelConfig, linear: bool, content: nn.Module | None) -> nn.Module:

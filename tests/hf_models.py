@@ -33,6 +33,14 @@ GPTJ = {**COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
 PHI3 = {"pad_token_id": 0, "original_max_position_embeddings": L, "bos_token_id": 1, "eos_token_id": 2}
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 1.5}
 GPT2 = {**COMMON, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 96}
+# Windows below L. With 5 layers of the pattern 3, layers of each kind follow both kinds
+WINDOW = {"sliding_window": 12}
+GEMMA3 = {**GQA, **WINDOW, "num_hidden_layers": 5, "sliding_window_pattern": 3, "head_dim": 16, "pad_token_id": 0,
+          "query_pre_attn_scalar": 24}  # fmt: skip
+OLMO3 = {**GQA, **WINDOW, "num_hidden_layers": 5}
+COHERE2 = {**GQA, **WINDOW, "num_hidden_layers": 5, "sliding_window_pattern": 3, "logit_scale": 0.3}
+SMOLLM3 = {**GQA, "num_hidden_layers": 4, "no_rope_layer_interval": 3, "pad_token_id": 0}
+QWEN_WINDOW = {**GQA, **WINDOW, "use_sliding_window": True, "max_window_layers": 1}
 MPT = {**COMMON, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 96}
 CASES = {
     "llama": ("Llama", {**GQA, "tie_word_embeddings": False}),
@@ -60,10 +68,31 @@ CASES = {
     "bloom, 6 heads": ("Bloom", {**COMMON, "hidden_size": 48, "n_layer": 2, "n_head": 6, "seq_length": L}),
     "mpt": ("Mpt", MPT),
     "mpt, 6 heads": ("Mpt", {**MPT, "d_model": 48, "n_heads": 6, "tie_word_embeddings": False}),
+    "gemma3_text": ("Gemma3Text", GEMMA3),
+    "gemma3_text, biases, untied": ("Gemma3Text", {**GEMMA3, "attention_bias": True, "tie_word_embeddings": False,
+                                              "hidden_activation": "silu"}),
+    "olmo3": ("Olmo3", OLMO3),
+    "olmo3, biases, tied": ("Olmo3", {**OLMO3, "attention_bias": True, "tie_word_embeddings": True,
+                                      "layer_types": ["full_attention", *["sliding_attention"] * 4]}),
+    "smollm3": ("SmolLM3", SMOLLM3),
+    "smollm3, windows, untied": ("SmolLM3", {**SMOLLM3, **WINDOW, "use_sliding_window": True, "mlp_bias": True,
+                                             "attention_bias": True, "tie_word_embeddings": False,
+                                             "num_hidden_layers": 5, "no_rope_layers": [0, 1, 0, 1, 1],
+                                             "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 2,
+                                                             "sliding_attention"]}),
+    "cohere2": ("Cohere2", COHERE2),
+    "cohere2, biases, untied": ("Cohere2", {**COHERE2, "attention_bias": True, "tie_word_embeddings": False}),
+    "mistral, window": ("Mistral", {**GQA, **WINDOW}),
+    "phi3, window": ("Phi3", {**GQA, **PHI3, **WINDOW}),
+    "qwen2, window": ("Qwen2", QWEN_WINDOW),
+    "qwen3, window": ("Qwen3", {**QWEN_WINDOW, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}),
 }  # fmt: skip
 NO_ROPE_TYPES = ("gptj", "gpt2", "bloom", "mpt")
 NO_ROPE = ("gpt2", "bloom", "mpt")
-VARIANTS = ("olmo2, ", "granite, ", "stablelm, ")  # not with every rope type: what they change is not the rotation
+BY_TYPE = ("gemma3", "olmo3")  # families with rope_parameters of each type of layer
+# Not with every rope type: what these change is not the rotation
+SHORT = ("olmo2", "olmo3", "granite", "stablelm", "gemma3_text", "smollm3", "cohere2", "mistral", "qwen2", "qwen3")
+VARIANTS = tuple(f"{family}, " for family in SHORT)
 
 
 def rope_types(pairs: int) -> dict[str, dict]:
@@ -101,6 +130,10 @@ def save_random(family: str, rope: dict, folder: Path) -> torch.nn.Module:
     extended = {"max_position_embeddings": 4 * L} if "original_max_position_embeddings" in rope else {}
     # At this base some pair is on every ramp: with 10000 none is, and a wrong ramp would not show
     rope = {"rope_parameters": {"rope_theta": 100.0, **rope}} if rope else {}
+    if family.startswith(BY_TYPE) and rope:
+        rope["rope_parameters"].pop("truncate", None)  # transformers reads it for all layers together only
+        sliding = {"rope_theta": 30.0, "rope_type": "default"}
+        rope["rope_parameters"] = {"full_attention": rope["rope_parameters"], "sliding_attention": sliding}
     if name == "GPTNeoX" and rope:
         rope["rope_parameters"]["partial_rotary_factor"] = 0.5
     config = getattr(transformers, f"{name}Config")(**{**settings, **extended, **rope})
@@ -148,10 +181,11 @@ def difference(computed: Callable, model: torch.nn.Module, n: int) -> tuple[floa
 
     In float64 on both sides. inv_freq stays float32, as transformers has it in every model.
     """
-    frequencies = {module: module.inv_freq for module in model.modules() if hasattr(module, "inv_freq")}
+    frequencies = {name: x for name, x in model.named_buffers() if name.endswith("inv_freq")}
     model.double()
-    for module, inv_freq in frequencies.items():
-        module.inv_freq = inv_freq
+    for name, inv_freq in frequencies.items():
+        module, _, buffer = name.rpartition(".")
+        setattr(model.get_submodule(module), buffer, inv_freq)
     with torch.inference_mode():
         expected = model(tokens(n)).logits
     return (computed(tokens(n)) - expected).abs().max().item(), expected.abs().max().item()

@@ -26,7 +26,7 @@ def test_losses_score_the_last_tokens_and_blocks_change_nothing(monkeypatch):
         assert (p.grad - grad).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("shape", [("gelu", True), ("swiglu", True), ("gelu", False)])
+@pytest.mark.parametrize("shape", [("gelu", True), ("swiglu", True), ("geglu", True), ("gelu", False)])
 def test_model_options(shape):
     mlp, tied = shape
     model = gpt.build(train_settings("pos=rope", *SMALL, f"model.mlp={mlp}", f"model.tied_head={tied}"), 64)

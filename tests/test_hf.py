@@ -65,7 +65,7 @@ def print_the_table(request):
         capture = request.config.pluginmanager.getplugin("capturemanager")
         with capture.global_and_fixture_disabled():
             print("\nlogits, largest absolute difference from transformers (largest logit)")
-            print(f"{'family':<22}{'rope type':<30}" + "".join(f"{f'n = {n}':>17}" for n in LENGTHS))
+            print(f"{'family':<26}{'rope type':<30}" + "".join(f"{f'n = {n}':>17}" for n in LENGTHS))
             print("\n".join(TABLE))
 
 
@@ -79,7 +79,7 @@ def test_logits_equal_transformers(family, rope_type, tmp_path):
         error, largest = difference(computed, expected, n)
         cells.append(f"{error:.1e} ({largest:.0f})".rjust(17))
         assert error <= 1e-4, (n, error, largest)
-    TABLE.append(f"{family:<22}{rope_type:<30}" + "".join(cells))
+    TABLE.append(f"{family:<26}{rope_type:<30}" + "".join(cells))
 
 
 @pytest.mark.parametrize("family", CASES)
@@ -95,7 +95,8 @@ def test_other_positions_fail(family, tmp_path, monkeypatch):
 
         return changed
 
-    for knobs in [{"interleaved": family != "gptj"}, {"base": 1e9}][: 1 if family.startswith(NO_ROPE) else 2]:
+    interleaved = family.startswith(("gptj", "cohere2"))
+    for knobs in [{"interleaved": not interleaved}, {"base": 1e9}][: 1 if family.startswith(NO_ROPE) else 2]:
         monkeypatch.setattr(reading, "read", read_with(**knobs))
         error, largest = difference(our_logits(tmp_path), expected, L)
         assert error > 0.05 * largest, (knobs, error, largest)
@@ -180,14 +181,22 @@ def test_constants_of_old_checkpoints_are_skipped(tmp_path):
 def table_entries(family: str) -> list[tuple[str, str]]:
     """("outside" or "layer", our module) of every entry of the family's table that a model of it has."""
     settings, table = CASES[family][1], FAMILIES[family.split(",")[0]].table
-    layer = [name for name in table.layer if "qk_norms" not in name or family.startswith(("qwen3", "olmo2"))]
-    layer = [name for name in layer if name != "norm2" or family not in ("gptj", "stablelm, parallel")]
-    tied = settings.get("tie_word_embeddings", family.startswith(("gpt2", "bloom", "mpt")))
+    layer = [name for name in table.layer if "qk_norms" not in name or family.startswith(QK_NORM)]
+    layer = [name for name in layer if name != "norm2" or not family.startswith(ONE_NORM)]
+    tied = settings.get("tie_word_embeddings", family.startswith(TIED))
     outside = [name for name in table.outside if name != "head" or not tied]
     return [("outside", name) for name in outside] + [("layer", name) for name in layer]
 
 
-FOLDED = ("granite", "bloom", "gpt2, other")  # what is multiplied into the weights is not taken out again
+QK_NORM, ONE_NORM = ("qwen3", "olmo", "gemma3"), ("gptj", "stablelm, parallel", "cohere2")
+TIED = ("gpt2", "bloom", "mpt", "gemma3", "smollm3", "cohere2")  # without the key
+FOLDED = (
+    "granite",
+    "bloom",
+    "gpt2, other",
+    "gemma3",
+    "cohere2",
+)  # what is multiplied into the weights is not taken out again
 
 
 @pytest.mark.parametrize("family", [family for family in CASES if not family.startswith(FOLDED)])
@@ -298,6 +307,9 @@ def test_another_trained_context_is_evaluated_again(folder, here):
     assert {json.loads(rows.splitlines()[-1])["window"] for rows in windows} == {32, 64}
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+
+
 def damage(folder: Path, case: str) -> None:
     file = folder / "model.safetensors"
     if case == "no folder":
@@ -349,9 +361,40 @@ def damage(folder: Path, case: str) -> None:
         ({"hidden_size": None}, r"hidden_size=None: must be a whole number"),
         (
             {"model_type": "mixtral"},
-            r"model_type=mixtral: not supported; there are arcee, bloom, gpt2, gpt_neox, gptj, ",
+            r"model_type=mixtral: not supported; there are arcee, bloom, cohere2, gemma3_text, ",
         ),
-        ({"model_type": "mistral", "sliding_window": 64}, r"sliding_window=64: not supported past itself, and ctx=128"),
+        ({"sliding_window": 64}, r"sliding_window=64: not supported, and not ignored either"),
+        (
+            {"model_type": "mistral", "layer_types": ["full_attention"] * 2},
+            r"layer_types=\['full_attention', .*: not supported: all layers of mistral are sliding_attention",
+        ),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, r"layer_types=1: must be a list of 2, one for"),
+        (
+            {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2, "sliding_window": 8},
+            r"layer_types=sliding_attention: not supported without a sliding window: must be full_attention",
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, r"no_rope_layers=\[1\]: must be a list of 0 and 1, one for"),
+        ({"model_type": "smollm3", "no_rope_layers": [0, 0]}, r"=2: not supported: no layer has positions"),
+        (
+            {"model_type": "olmo3", "rope_parameters": None, "rope_theta": 123.0},
+            r"rope_theta=123\.0: transformers gives it to the full layers only",
+        ),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"rope_theta": 123.0}},
+            r"rope_parameters\.rope_theta=123\.0: not supported: there are full_attention and sliding_attention, which",
+        ),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"full_attention": {**YARN, "truncate": False}}},
+            r"rope_parameters\.full_attention\.truncate=False: transformers reads it for all layers together only",
+        ),
+        (
+            {
+                "model_type": "olmo3",
+                "num_hidden_layers": 4,
+                "rope_parameters": {"full_attention": YARN, "sliding_attention": {**YARN, "factor": 2.0}},
+            },
+            r"rope_parameters: full_attention and sliding_attention have different scalings, which is not supported",
+        ),
         ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30\.0: not supported, and not ignored either"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config=\{'bits': 4\}: not supported"),
         ({"num_local_experts": 8}, r"num_local_experts=8: not supported"),
@@ -393,9 +436,9 @@ def test_mistrals_default_window_applies_without_the_key(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     del config["sliding_window"]  # transformers then takes 4096
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert reading.read(tmp_path, 4096)
-    with pytest.raises(ValueError, match=r"sliding_window=4096: not supported past itself, and ctx=4097"):
-        reading.read(tmp_path, 4097)
+    assert reading.read(tmp_path, L)[0].layers == {
+        "pattern": "LL", "L": {"pos": None, "window": 4096, "sinks": 0, "scaled": True}
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -428,6 +471,22 @@ EXPORTED = {
     "qwen3, interleaved": (["model=qwen3", "model.n_kv_heads=1", "pos=rope_interleaved"], "qwen3"),
     "qwen3, biases of q, k and v": (["model=qwen3", "model.qkv_bias=true"], "qwen3"),
     "qk_norm without weights": ([*SWIGLU, "model.qk_norm=true"], "qwen3"),
+    "geglu": (["model.mlp=geglu"], "llama"),
+    "olmo2": (["model=olmo3"], "olmo2"),
+    "gemma3, one kind of layer": (["model=gemma3"], "gemma3_text"),
+    "smollm3": (["model=llama", "model.n_layers=4", "layers=smollm3"], "smollm3"),
+    "swan, interleaved": (["model=llama", "layers=swan", "pos=rope_interleaved"], "smollm3"),
+    "sssl and yarn of all layers": (
+        ["model=llama", "layers=sssl", "layers.S.scaled=true", "scaling=yarn", "scaling.beta_fast=4"], "smollm3",
+    ),
+    "qwen3, windows": (["model=qwen3", "model.n_kv_heads=1", "layers=olmo3"], "qwen3"),
+    "olmo3, yarn of some layers": (["model=olmo3", "layers=olmo3", "scaling=yarn", "scaling.beta_fast=4"], "olmo3"),
+    "olmo3, interleaved": (["model=olmo3", "layers=olmo3", "pos=rope_interleaved"], "olmo3"),
+    "gemma3": (["model=gemma3", "layers=gemma3"], "gemma3_text"),
+    "gemma3, ntk, untied": (
+        ["model=gemma3", "layers=gemma3", "scaling=ntk", "model.tied_head=false", "model.qk_norm_weight=false"],
+        "gemma3_text",
+    ),
     "pi": (["scaling=pi"], "arcee"),
     "ntk": (["scaling=ntk"], "arcee"),
     "dynamic_hf": (["scaling=dynamic_hf"], "arcee"),
@@ -588,6 +647,30 @@ def test_exported_tokens_equal_ours(model, here, monkeypatch):
         (["model.residual=parallel"], r"model\.residual=parallel: cannot be exported"),
         (["model.qk_norm=true"], r"model\.qk_norm=True: cannot be exported"),
         (["model.residual=serial_post"], r"model\.residual=serial_post: cannot be exported"),
+        (["layers=smollm3", "model.n_layers=4"], r"layers=smollm3 \(RRRN\): cannot be exported with model\.mlp=gelu; "),
+        (["model=llama", "layers=irope"], r"pos=none_tempered: cannot be exported"),
+        (["model=llama", "layers=olmo3", "layers.L.sinks=2"], r"layers\.L\.sinks=2: cannot be exported: must be 0"),
+        (
+            ["model=llama", "layers=olmo3", "layers.G.window=3"],
+            r"layers\.G\.window=3: cannot be exported beside a window of 32",
+        ),
+        (
+            ["model=llama", "layers=gemma3"],
+            r"layers=gemma3 \(LG\): cannot be exported: the layers of smollm3 have the same base and scaling",
+        ),
+        (
+            ["model=llama", "layers=olmo3", "scaling=yarn"],
+            r"layers=olmo3 \(LG\).*: cannot be exported: the layers of smollm3 have the same base and scaling",
+        ),
+        (["model=qwen3", "layers=swan"], r"layers=swan \(GL\): cannot be exported: the layers of qwen3 have the same"),
+        (
+            ["model=olmo3", "layers=smollm3", "model.n_layers=4"],
+            r"layers=smollm3 \(RRRN\): cannot be exported: the layers of olmo3 have rope_parameters of each ",
+        ),
+        (
+            ["model=gemma3", "layers=gemma3", "scaling=yarn", "scaling.truncate=false"],
+            r"scaling\.truncate=False: cannot be exported as gemma3_text: must be true",
+        ),
         (
             [*SWIGLU, "model.qk_norm=true", "model.qk_norm_all_heads=true"],
             r"model\.qk_norm_all_heads=True: cannot be exported",

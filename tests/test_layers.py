@@ -267,6 +267,62 @@ def test_the_temperature_is_llama_4s():
     assert torch.equal(factor.flatten(), want) and want[L - 2] == 1 < want[L - 1]
 
 
+def llama4_of(model: gpt.GPT, chunk: int) -> Any:
+    """transformers' Llama 4 with the weights of a model=llama of ours, without experts and without its QK-norm."""
+    t = import_or_skip("transformers")
+    from hf.weight_names import LLAMA, from_ours
+
+    config = t.Llama4TextConfig(
+        vocab_size=96, hidden_size=32, intermediate_size_mlp=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, rms_norm_eps=1e-5, use_qk_norm=False,
+        rope_parameters={"rope_theta": 100.0, "rope_type": "default"}, moe_layers=[], attention_chunk_size=chunk,
+        attn_temperature_tuning=True, floor_scale=32, attn_scale=0.1,
+    )  # fmt: skip
+    theirs = t.Llama4ForCausalLM(config).double().eval()
+    names = {name: entry for name, entry in LLAMA.layer.items() if not name.startswith("mlp")}
+    names |= {"mlp.up": ("feed_forward.gate_proj", "feed_forward.up_proj"), "mlp.down": "feed_forward.down_proj"}
+    settings = train_settings("model=llama").model
+    settings.n_heads, settings.n_kv_heads, settings.width = 4, 2, 32
+    theirs.load_state_dict(from_ours(LLAMA._replace(layer=names), settings, model.state_dict()))
+    return theirs
+
+
+def test_irope_has_the_rotation_the_temperature_and_the_layers_of_llama_4():
+    """Up to the size of a chunk the logits are Llama 4's, and at any length where neither chunks nor windows are cut.
+
+    Past a chunk Llama 4's queries begin again with one key, and ours keep as many keys as a chunk has.
+    """
+    common = ("model=llama", "model.n_layers=4", "model.n_heads=4", "model.n_kv_heads=2", "model.width=32",
+              "model.mlp_width=48", "pos=rope_interleaved", "pos.base=100", f"ctx={L}", "batch_tokens=32",
+              "layers=irope")  # fmt: skip
+    tokens = torch.randint(96, (2, 3 * L), generator=torch.Generator().manual_seed(0))
+    for window, chunk, n, equal in (("1.0", L, L, True), ("null", 4096, 3 * L, True), ("1.0", L, 3 * L, False)):
+        model = gpt.build(train_settings(*common, f"layers.L.window={window}"), 96).double().eval()
+        for p in model.parameters():
+            if p.dim() == 2:
+                torch.nn.init.normal_(p, std=0.3)
+        theirs = llama4_of(model, chunk)
+        with torch.inference_mode():
+            want, got = theirs(tokens[:, :n]).logits, model(tokens[:, :n])
+            assert ((got - want).abs().max() < 1e-4) == equal and want.abs().max() > 1
+    # The tables of angles, of which only the L layers have some
+    angles = theirs.model.rotary_emb(torch.zeros(1, 1), torch.arange(3 * L)[None])[0]
+    layers = model.pos.prepare_layers(4, torch.arange(3 * L), NO_CHANGE)
+    assert [bool(x) for x in theirs.config.no_rope_layers] == [hasattr(prepared, "q") for _, prepared, _ in layers]
+    for ours, table in zip(layers[0][1].q, (angles.real, angles.imag), strict=True):
+        assert (ours - table).abs().max() < 1e-5
+    # The keys that a query of an L layer sees: of its chunk, which the window contains; the same at the end of a chunk
+    i, j = torch.arange(3 * L)[:, None], torch.arange(3 * L)
+    from transformers.masking_utils import create_chunked_causal_mask
+
+    theirs.config._attn_implementation = "eager"
+    embeddings = torch.zeros(1, 3 * L, 32)
+    mask = create_chunked_causal_mask(theirs.config, embeddings, None, past_key_values=None, position_ids=j[None])
+    chunked, windowed = mask[0, 0] == 0, (j <= i) & (i - j < layers[0][2].window)
+    assert (windowed | ~chunked).all() and not torch.equal(chunked, windowed)
+    assert torch.equal(chunked[L - 1 :: L], windowed[L - 1 :: L]) and torch.equal(chunked[:L], windowed[:L])
+
+
 # ---- scaling, of each kind of layer ----
 
 
@@ -468,7 +524,7 @@ def test_a_run_with_a_schedule_is_trained_evaluated_and_resumed(here, capsys, mo
     from hf.write import write_checkpoint
 
     run = Run.open("x", runs="runs", cache=".cache")
-    with pytest.raises(UserError, match=r"layers=swan \(GL\): cannot be exported: only layers=uniform can"):
+    with pytest.raises(UserError, match=r"layers=swan \(GL\): cannot be exported with model\.mlp=gelu; "):
         write_checkpoint(run, Path("out"))
 
 
