@@ -43,3 +43,20 @@ def test_steps_run_in_turns_and_their_medians_are_compared(monkeypatch):
     steps = {"a": takes("a", [9, 9, 9, 1, 2, 3, 100]), "b": takes("b", [9, 9, 9, 5, 5, 7, 7])}
     assert step.interleaved(steps, rounds=2, count=2) == {"a": 2.5, "b": 6.0}
     assert "".join(order) == "aaabbb" + "aabb" * 2
+
+
+def test_kernels_belong_to_the_part_that_they_are_of():
+    from bench.step_parts import part_of
+
+    names = {
+        "aten::mm": "matrix products",
+        "aten::bmm": "attention",
+        "graph_0_cpp_fused__softmax_backward_data_mul_view_4": "attention",
+        "graph_0_cpp_fused__to_copy__unsafe_view_gelu_gelu_backward_view_1": "gelu",
+        "graph_0_cpp_fused__to_copy_add_mean_mul_pow_rsqrt_t_0": "other kernels",
+        "graph_1_cpp_fused__log_softmax__to_copy_nll_loss_forward_1": "loss",
+        "aten::_fused_adamw_": "optimizer",
+        "aten::mul_": "optimizer",
+        "CompiledFunctionBackward": None,
+    }
+    assert {name: part_of(name) for name in names} == names
