@@ -2,7 +2,7 @@
 
 SmolLM2-135M (run=pretrained:smollm2, L = 8192) is evaluated at 1, 1.5 and 2 times its trained context with the targets
 and the statistics of the study, and set beside the study's small RoPE model: which orders of methods are the same?
-Writes results/real.jsonl, real.md, real.png and real.svg. It can be stopped at any time; when it is run again, finished
+Writes results/real.jsonl, real.md, and real.png, .svg and .pdf. It can be stopped at any time; when it is run again, finished
 lengths are kept. Its evaluations are those of eval.py, in child processes.
 """
 
@@ -221,7 +221,8 @@ def draw(curves: dict[str, dict[str, Curve]], tiny: Rows, paths: list[Path]) -> 
     if tiny:
         panels[f"small model of the study (L = {trained_ctx(tiny, TINY)}), code"] = tiny_gains(tiny)
     for path in paths:
-        fig, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 4.4), dpi=150, squeeze=False)
+        fig, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 4.4), dpi=150, squeeze=False,
+                                 sharey=True)  # fmt: skip
         for ax, (title, gains) in zip(axes[0], panels.items(), strict=True):
             for i, method in enumerate(METHODS):
                 points = [(f, estimate(gains[method, f])) for f in FACTORS if (method, f) in gains]
@@ -258,7 +259,7 @@ def main() -> None:
     write_jsonl(out / "real.jsonl", all_rows(curves, f"python -m studies.real --documents {args.documents}"))
     text = tables(args, curves, tiny)
     write_atomically(out / "real.md", lambda f: f.write(text.encode()))
-    draw(curves, tiny, [out / "real.png", out / "real.svg"])
+    draw(curves, tiny, [out / f"real.{suffix}" for suffix in ("png", "svg", "pdf")])
     print(text + f"\nrows: {out}/real.jsonl   tables: {out}/real.md   figure: {out}/real.png")
 
 

@@ -170,7 +170,7 @@ def test_the_command_writes_the_same_for_the_same_seed(here, monkeypatch, capsys
         ("temperature=-1", "error: temperature=-1.0: must be 0 or at least 0.001"),
         ("decode=fast", "error: decode=fast: must be exact or rebased"),
         ("run=b", "error: run=b: no trained run of that name"),
-        ("scaling=nope", "error: scaling=nope: must be one of dynamic_hf, "),
+        ("scaling=nope", "error: scaling=nope: must be one of dual_chunk, "),
     ):
         assert error_of(run_command, [*args[:2], bad], monkeypatch).startswith(right)
     run_train("steps=1", "pos=learned", "name=l")
