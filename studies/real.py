@@ -2,8 +2,8 @@
 
 SmolLM2-135M (run=pretrained:smollm2, L = 8192) is evaluated at 1, 1.5 and 2 times its trained context with the targets
 and the statistics of the study, and set beside the study's small RoPE model: which orders of methods are the same?
-Writes results/real.jsonl, real.md, and real.png, .svg and .pdf. It can be stopped at any time; when it is run again, finished
-lengths are kept. Its evaluations are those of eval.py, in child processes.
+Writes results/real.jsonl, real.md, and real.png, .svg and .pdf. It can be stopped at any time; when it is run again,
+finished lengths are kept. Its evaluations are those of eval.py, in child processes.
 """
 
 import argparse
