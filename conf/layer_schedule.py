@@ -131,7 +131,10 @@ def resolved_yaml(name: str, cfg: TrainConfig) -> dict[str, Any]:
 
 
 def flatten(layers: dict[str, Any], cfg: TrainConfig) -> dict[str, str]:
-    """{"L": {"window": 8}} -> {"L.window": "8"}, with the encoding of the run where a kind has none of its own"""
+    """The settings of all kinds of layer in one dict: {"L": {"window": 8}} becomes {"L.window": "8"}.
+
+    A kind without an encoding of its own gets the encoding of the run.
+    """
     flat = {}
     for letter, values in layers.items():
         items = values.items() if isinstance(values, dict) else [(None, values)]

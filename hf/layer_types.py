@@ -1,7 +1,7 @@
-"""Kinds of layer in config.json: windows, layers without positions, two bases; as a layer schedule of ours, and back.
+"""Translates between the kinds of layer in config.json (windows, no positions, two bases) and our layer schedules.
 
-transformers has the types full_attention and sliding_attention, one window for all sliding layers, and in some families
-rope_parameters of its own for each type. The resolved form of a schedule is described in conf/layer_schedule.py.
+transformers has two types of layer, full_attention and sliding_attention. All sliding layers have the same window. Some
+families have separate rope_parameters for each type. conf/layer_schedule.py documents the form of our schedules.
 """
 
 from collections.abc import Callable

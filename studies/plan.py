@@ -183,10 +183,10 @@ def layer_jobs(size: Size, seeds: tuple[int, ...]) -> list[Job]:
 
 
 def scaled_everywhere(size: Size, schedule: str, lengths: tuple[int, ...], seed: int) -> Job:
-    """The run of a schedule once more, with scaling methods applied to all of its layers.
+    """A copy of the trained run of a schedule in which scaling methods apply to all layers.
 
-    One step with a learning rate near 0 changes the settings that the run is saved with and leaves its weights as they
-    are.
+    It is made by one training step with a learning rate near 0, which leaves the weights as they are and saves the
+    changed setting.
     """
     exp = tuple(x for x in size.train if x.startswith("exp="))
     settings = (f"layers={schedule}", "layers.L.scaled=true", "steps=1", "optim.lr=1e-30", f"seed={seed}")

@@ -1,9 +1,13 @@
 """Dual Chunk Attention (An et al. 2024, arXiv 2402.17463; in Qwen2.5-1M): positions count from the start of chunks.
 
-A key at n has the position n mod s, with chunks of s tokens. A query at m has m mod s for keys of its own chunk, the
-least of m mod s + s and c for those of the chunk before (so `local` = c - s tokens keep their distance across the
-border), and c for those of earlier chunks (2 s - 1 if that is less). As in the authors' code c is 3 L / 4 and `local`
-L / 8; the paper has c = L - 1. Evaluation only.
+The text is cut into chunks of s tokens, and key n is rotated as if at position n mod s. The position of query m depends
+on the chunk of the key:
+
+    the same chunk           m mod s
+    the chunk before         min(m mod s + s, c), so that `local` = c - s tokens keep their distance across the border
+    an earlier chunk         min(2 s - 1, c)
+
+As in the authors' code, c is 3 L / 4 and `local` is L / 8; the paper has c = L - 1. Evaluation only.
 """
 
 from dataclasses import dataclass

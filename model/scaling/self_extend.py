@@ -1,8 +1,8 @@
 """SelfExtend (Jin et al. 2024, arXiv 2401.01325): distant tokens have the positions of groups of tokens.
 
-A key at distance r < w, a neighbour of the query, is rotated by r. For the others, `group` tokens in a row share a
-position: the key is at n // group, the query at m // group + w - w // group, so that distances go on from about w.
-Evaluation only.
+The nearest w keys keep their distance to the query. For keys that are further away, each group of `group` tokens shares
+one position: key n is rotated as if at n // group, and query m as if at m // group + w - w // group. The second term
+makes the distances of groups continue from about w. Evaluation only.
 """
 
 import itertools
