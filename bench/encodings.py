@@ -6,16 +6,15 @@ row is appended to results/encoding_steps.jsonl.
 """
 
 import argparse
-import json
 import shlex
 import sys
 from pathlib import Path
 
+from bench.rows import append_json
 from conf.compose import train_settings
 from conf.errors import check, user_errors_in_one_line
 from conf.leftovers import check_writable
 from conf.registry import ROOT
-from engine.checkpoint import write_atomically
 
 BASELINE = "pos=rope"
 
@@ -52,8 +51,7 @@ def main() -> None:
     command = "python -m bench.encodings " + shlex.join(sys.argv[1:])
     row = {"command": command, **origin(settings[BASELINE]), "compiled": args.compiled,
            "tokens_per_s": {name: round(value) for name, value in speed.items()}, "relative": relative}  # fmt: skip
-    before = args.out.read_text() if args.out.exists() else ""
-    write_atomically(args.out, lambda f: f.write((before + json.dumps(row) + "\n").encode()))
+    append_json(args.out, row)
 
 
 if __name__ == "__main__":

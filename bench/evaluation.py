@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
+from bench.rows import append_json, commit
 from conf.errors import UserError, user_errors_in_one_line
 from conf.registry import ROOT
-from engine.checkpoint import write_atomically
 
 
 def measure(checkout: Path, arguments: list[str], runs: Path) -> dict[str, float]:
@@ -64,15 +64,8 @@ def main() -> None:
         before, after = (median(r[key] for r in results[label]) for label in results)
         row |= {f"{key}_before": round(before), f"{key}_after": round(after), f"{key}_ratio": round(after / before, 2)}
     commits = {label: commit(path) for label, path in (("before", args.before), ("after", ROOT))}
-    lines = args.out.read_text() if args.out.exists() else ""
-    text = lines + json.dumps({**row, **commits}) + "\n"
-    write_atomically(args.out, lambda f: f.write(text.encode()))
+    append_json(args.out, {**row, **commits})
     print(json.dumps(row, indent=1))
-
-
-def commit(checkout: Path) -> str:
-    git = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

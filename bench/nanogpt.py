@@ -20,13 +20,12 @@ from statistics import median
 
 import torch
 
-from bench.rows import output_of
+from bench.rows import append_json, commit
 from conf.compose import train_settings
 from conf.errors import UserError, user_errors_in_one_line
 from conf.registry import ROOT
 from conf.schema import TrainConfig
 from data import corpus as corpora
-from engine.checkpoint import write_atomically
 
 
 def run(argv: list[str], cwd: Path) -> str:
@@ -96,17 +95,15 @@ def main() -> None:
             speeds["ours"].append(ours(cfg, args.overrides, folder, args.steps))
             print({name: round(values[-1]) for name, values in speeds.items()}, flush=True)
     medians = {name: round(median(values)) for name, values in speeds.items()}
-    git = ("git", "-C", str(checkout), "rev-parse", "--short", "HEAD")
     row = {
         "command": " ".join(["python -m bench.nanogpt NANOGPT", *args.overrides]), "steps": args.steps,
         "rounds": args.rounds, "tokens_per_s": medians,
         "ratio": {name: round(medians["ours"] / medians[name], 2) for name in list(medians)[:2]},
         "all": {name: [round(v) for v in values] for name, values in speeds.items()},
-        "torch": torch.__version__, "threads": torch.get_num_threads(), "nanogpt_commit": output_of(*git),
-        "commit": output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
+        "torch": torch.__version__, "threads": torch.get_num_threads(), "nanogpt_commit": commit(checkout),
+        "commit": commit(),
     }  # fmt: skip
-    lines = args.out.read_text() if args.out.exists() else ""
-    write_atomically(args.out, lambda f: f.write((lines + json.dumps(row) + "\n").encode()))
+    append_json(args.out, row)
     print(json.dumps(row, indent=1))
 
 

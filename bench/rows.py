@@ -1,6 +1,7 @@
-"""The rows of a benchmark, appended to a table one by one, and the machine that they were measured on."""
+"""The rows of a benchmark, appended to a file one by one, and the machine that they were measured on."""
 
 import csv
+import json
 import platform
 import subprocess
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import torch
 
 from conf.registry import ROOT
+from engine.checkpoint import write_atomically
 
 
 def output_of(*command: str) -> str:
@@ -18,6 +20,17 @@ def output_of(*command: str) -> str:
         return "unknown"
 
 
+def commit(checkout: Path = ROOT) -> str:
+    """The commit of a checkout, short; of this one by default."""
+    return output_of("git", "-C", str(checkout), "rev-parse", "--short", "HEAD")
+
+
+def append_json(path: Path, row: dict) -> None:
+    """Add a row as the last line of a .jsonl file, which is created if it does not exist."""
+    before = path.read_text() if path.exists() else ""
+    write_atomically(path, lambda f: f.write((before + json.dumps(row) + "\n").encode()))
+
+
 def machine() -> dict[str, str]:
     """GPU, driver, versions and commit."""
     import triton
@@ -26,7 +39,7 @@ def machine() -> dict[str, str]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version(),
-        "commit": output_of("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
+        "commit": commit(),
     }  # fmt: skip
 
 

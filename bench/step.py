@@ -7,10 +7,8 @@ and the row is appended to results/step.jsonl. OVERRIDES are settings as train.p
 """
 
 import itertools
-import json
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bench.rows import append_json, commit
 from conf.compose import train_settings
 from conf.registry import ROOT
 from conf.schema import TrainConfig
@@ -137,12 +136,11 @@ def interleaved(steps: dict[str, Callable[[], None]], rounds: int = ROUNDS, coun
 
 def origin(cfg: TrainConfig) -> dict[str, Any]:
     """Of a row: the commit, the machine and the sizes of cfg."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     cpu = next(
         (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), ""
     )
     return {
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip(), "torch": torch.__version__,
+        "commit": commit(), "torch": torch.__version__,
         "python": platform.python_version(), "cpu": cpu, "threads": torch.get_num_threads(),
         "bfloat16": uses_bfloat16(torch.device("cpu"), cfg.dtype), "ctx": cfg.ctx, "width": cfg.model.width,
         "layers": cfg.model.n_layers, "batch_tokens": cfg.batch_tokens,
@@ -166,8 +164,7 @@ def main() -> None:
         print(f"{name:<28}{value:>10,.0f} tokens/s{value / base:>8.2f}x")
     command = "python -m bench.step " + " ".join(sys.argv[1:])
     row = {"command": command, **origin(cfg), "tokens_per_s": {k: round(v) for k, v in speed.items()}}
-    with Path("results/step.jsonl").open("a") as f:
-        f.write(json.dumps(row) + "\n")
+    append_json(ROOT / "results/step.jsonl", row)
 
 
 if __name__ == "__main__":

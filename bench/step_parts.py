@@ -17,10 +17,10 @@ from statistics import median
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bench.rows import append_json
 from bench.step import origin, our_step
 from conf.compose import train_settings
 from conf.registry import ROOT
-from engine.checkpoint import write_atomically
 from engine.device import uses_bfloat16
 from model import gpt
 
@@ -92,9 +92,7 @@ def main() -> None:
     row = {"command": " ".join(["python -m bench.step_parts", *sys.argv[1:]]), **origin(cfg), "ms_per_step": whole,
            "ms": ms, "products_tflop_per_s": speed, "ceilings": top}  # fmt: skip
     row = json.loads(json.dumps(row), parse_float=lambda x: round(float(x), 3))
-    file = ROOT / "results/step_parts.jsonl"
-    before = file.read_text() if file.exists() else ""
-    write_atomically(file, lambda f: f.write((before + json.dumps(row) + "\n").encode()))
+    append_json(ROOT / "results/step_parts.jsonl", row)
 
 
 if __name__ == "__main__":

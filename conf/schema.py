@@ -89,7 +89,7 @@ class ModelConfig:
     n_kv_heads: Annotated[int | None, SIZE] = None  # None: as many as n_heads; fewer: grouped-query attention
     head_dim: Annotated[int | None, SIZE] = None  # None: width / n_heads
     width: Annotated[int, SIZE] = MISSING
-    mlp: Annotated[str, one_of("gelu", "gelu_exact", "swiglu", "geglu")] = "gelu"  # gelu: the tanh approximation
+    mlp: Annotated[str, one_of("gelu", "gelu_exact", "relu2", "swiglu", "geglu")] = "gelu"  # gelu: tanh approximation
     mlp_ratio: Annotated[int, SIZE] = 4
     mlp_width: Annotated[int | None, SIZE] = None  # None: mlp_ratio * width, and 2/3 of it with a gate
     tied_head: bool = True

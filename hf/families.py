@@ -31,7 +31,7 @@ from hf.weight_names import ARCEE, BLOOM, COHERE2, GEMMA3, GPT2, GPTJ, LLAMA, MP
 # hidden_act -> model.mlp, without and with a gate. Of several names for one function, the first is written.
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 ACTIVATIONS = {
-    False: {"gelu": "gelu_exact"} | dict.fromkeys(TANH_GELU, "gelu"),
+    False: {"relu2": "relu2", "gelu": "gelu_exact"} | dict.fromkeys(TANH_GELU, "gelu"),
     True: {"silu": "swiglu"} | dict.fromkeys(TANH_GELU, "geglu"),
 }
 

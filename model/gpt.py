@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 
 
 class MLP(nn.Module):
-    """The feed-forward layer, [B, T, C] -> [B, T, C]: GELU, or SwiGLU or GEGLU (Shazeer 2020, arXiv 2002.05202)."""
+    """The feed-forward layer, [B, T, C] -> [B, T, C].
+
+    GELU, SwiGLU or GEGLU (Shazeer 2020, arXiv 2002.05202), or squared ReLU (So et al. 2021, arXiv 2109.08668).
+    """
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.gated, self.silu = cfg.mlp in ("swiglu", "geglu"), cfg.mlp == "swiglu"
+        self.squared_relu = cfg.mlp == "relu2"
         self.gelu = "none" if cfg.mlp == "gelu_exact" else "tanh"
         # A gate is a third matrix, so 2/3 of the hidden width keeps the number of parameters, rounded up to 64.
         hidden = cfg.mlp_ratio * cfg.width
@@ -38,6 +42,8 @@ class MLP(nn.Module):
         self.down = nn.Linear(hidden, cfg.width, bias=cfg.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.squared_relu:
+            return self.down(F.relu(self.up(x)).square())
         if not self.gated and fuses_gelu(x):
             return self.down(linear_gelu(x, self.up, self.gelu))
         x = self.up(x)

@@ -77,7 +77,7 @@ def assert_no_run(folder: Path) -> None:
         (["model.width=30", "model.n_heads=4"], r"model\.width=30: must be a multiple of model\.n_heads=4"),
         (["model.width=30", "model.n_heads=2"], r"head_dim=15 .*must be even"),
         (["model.n_kv_heads=3"], r"model\.n_kv_heads=3: must be a divisor of model\.n_heads=2"),
-        (["model.mlp=relu"], r"model\.mlp=relu: must be gelu, gelu_exact, swiglu or geglu"),
+        (["model.mlp=relu"], r"model\.mlp=relu: must be gelu, gelu_exact, relu2, swiglu or geglu"),
         (["pos.base=zero"], r"pos\.base=zero: must be of type float"),
         (["pos.base=0.5"], r"pos\.base=0\.5: must be at least 1"),
         (["pos.kind=swirl"], r"pos\.kind=swirl: no model/pos/swirl\.py"),

@@ -34,7 +34,7 @@ def test_help_shows_the_settings_of_the_chosen_group_and_those_that_only_the_sch
     monkeypatch.setattr(sys, "argv", ["train.py", "pos=t5_bias", "--help"])
     text = help_text("train")
     assert "[t5_bias]" in text and "pos.buckets: 32" in text and "pos.base" not in text
-    assert "model.mlp: gelu # gelu, gelu_exact, swiglu, geglu; gelu: the tanh approximation" in text
+    assert "model.mlp: gelu # gelu, gelu_exact, relu2, swiglu, geglu; gelu: tanh approximation" in text
     assert "model.n_layers: 4" in text and "optim.lr: 2e-3 # the peak" in text
 
 

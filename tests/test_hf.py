@@ -467,6 +467,7 @@ EXPORTED = {
     "llama": (["model=llama", "model.n_kv_heads=1"], "llama"),
     "llama, biases": ([*SWIGLU, "model.qkv_bias=true", "model.out_bias=true", "model.mlp_bias=true"], "llama"),
     "llama, biases of q, k and v": ([*SWIGLU, "model.qkv_bias=true", "pos=rope_interleaved"], "llama"),
+    "relu2": (["model.mlp=relu2"], "arcee"),
     "arcee, a bias of the output": (["model.out_bias=true"], "arcee"),
     "qwen3, interleaved": (["model=qwen3", "model.n_kv_heads=1", "pos=rope_interleaved"], "qwen3"),
     "qwen3, biases of q, k and v": (["model=qwen3", "model.qkv_bias=true"], "qwen3"),

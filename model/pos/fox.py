@@ -60,11 +60,8 @@ class Fox(Encoding):
         return ForgetGates(self.shape)
 
 
-class RotaryFox(Rope):
+class RotaryFox(Fox, Rope):
     """With RoPE in addition."""
-
-    def layer_module(self, layer: int) -> nn.Module:
-        return ForgetGates(self.shape)
 
 
 def build(shape: Shape, base: float | None) -> Encoding:

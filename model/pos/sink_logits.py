@@ -61,11 +61,8 @@ class Sink(Encoding):
         return SinkLogits(self.shape)
 
 
-class RotarySink(Rope):
+class RotarySink(Sink, Rope):
     """With RoPE, as in gpt-oss."""
-
-    def layer_module(self, layer: int) -> nn.Module:
-        return SinkLogits(self.shape)
 
 
 def build(shape: Shape, base: float | None) -> Encoding:

@@ -45,11 +45,8 @@ class SSMax(Encoding):
         return LogLengthFactors(self.shape)
 
 
-class RotarySSMax(Rope):
+class RotarySSMax(SSMax, Rope):
     """With RoPE, as in the paper."""
-
-    def layer_module(self, layer: int) -> nn.Module:
-        return LogLengthFactors(self.shape)
 
 
 def build(shape: Shape, base: float | None) -> Encoding:
