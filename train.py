@@ -74,6 +74,8 @@ def train(cfg: TrainConfig) -> None:
     local = distributed.local_rows(cfg.batch_tokens, cfg.ctx)
     check_settings(cfg)
     device = devices.start(cfg.device, cfg.kernel)
+    if device.type == "cpu":
+        devices.keep_freed_memory()
     ranks = distributed.ranks()
 
     # ---- the last checkpoint of this run, if there is one; nothing to do if it has all steps ----

@@ -26,7 +26,7 @@ from conf.registry import ROOT
 from conf.schema import TrainConfig
 from data.batches import batch
 from engine.compile import compile_blocks
-from engine.device import autocast, uses_bfloat16
+from engine.device import autocast, keep_freed_memory, uses_bfloat16
 from engine.optimizer import make_optimizer
 from model import gpt
 
@@ -99,7 +99,8 @@ def peer_step(cfg: TrainConfig) -> Callable[[], None]:
 
 
 def our_step(cfg: TrainConfig, compiled: bool) -> Callable[[], None]:
-    """The training step of train.py with these settings, on one CPU."""
+    """The training step of train.py with these settings, on one CPU. It sets malloc, for the peers as well."""
+    keep_freed_memory()
     model = gpt.build(cfg, VOCAB)
     optimizer = make_optimizer(model, cfg.optim)
     if compiled:
