@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from conf.errors import check
+
 
 def unchanged(positions: Tensor) -> Tensor:
     return positions
@@ -60,3 +62,9 @@ class Clipped(PositionMap):
     def regions(self) -> list[Region]:
         # q - k = size + (m - size) / leak - n / leak
         return [Region(lambda m: m - self.size + 1, slow=self.leak, start=self.size)]
+
+
+def checked_size(size: int | None, default: int, L: int) -> int:
+    """A method's knob `size` in tokens, or `default` for None. UserError unless it is between 1 and L."""
+    check(size is None or 1 <= size <= L, "scaling.size", size, f"between 1 and the trained context, {L}")
+    return max(1, default) if size is None else size

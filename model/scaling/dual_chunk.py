@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from conf.errors import check
-from model.position_maps import PositionMap, Region
+from model.position_maps import PositionMap, Region, checked_size
 from model.scaling import ContextChange, TrainedContext
 
 PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
@@ -53,8 +53,7 @@ def scale(
     """
     L = trained.longest_trained_ctx
     trained.inv_freq  # noqa: B018 (NotApplicable if there is nothing to change)
-    c = max(1, 3 * L // 4) if size is None else size
-    check(1 <= c <= L, "scaling.size", size, f"between 1 and the trained context, {L}")
+    c = checked_size(size, default=3 * L // 4, L=L)
     w = min(L // 8, c - 1) if local is None else local
     check(0 <= w < c, "scaling.local", local, f"at least 0 and less than size={c}")
     return ContextChange(position_map=Chunks(c - w, c)) if n > L or always else ContextChange()

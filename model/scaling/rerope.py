@@ -8,7 +8,7 @@ Evaluation only: used in training it destroys extrapolation (kexue.fm/archives/9
 import math
 
 from conf.errors import UserError
-from model.position_maps import Clipped
+from model.position_maps import Clipped, checked_size
 from model.scaling import ContextChange, NotApplicable, TrainedContext
 
 PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
@@ -22,10 +22,8 @@ def scale(
     there (the tax that eval.py prints). UserError for a value out of range, NotApplicable without rotary frequencies.
     """
     L = trained.longest_trained_ctx
-    w = max(1, L // 2) if size is None else size
-    trained.inv_freq  # noqa: B018 (NotApplicable if there is nothing to clip)
-    if not 1 <= w <= L:
-        raise UserError(f"scaling.size={size}: must be between 1 and the trained context, {L}")
+    trained.inv_freq  # noqa: B018 (NotApplicable if there is nothing to change)
+    w = checked_size(size, default=L // 2, L=L)
     if leak == "auto":
         if w == L:
             raise NotApplicable(f"leak=auto needs size below the trained context, {L}")

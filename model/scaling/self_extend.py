@@ -9,7 +9,7 @@ import itertools
 from dataclasses import dataclass
 
 from conf.errors import UserError
-from model.position_maps import PositionMap, Region
+from model.position_maps import PositionMap, Region, checked_size
 from model.scaling import ContextChange, NotApplicable, TrainedContext
 
 PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
@@ -38,10 +38,8 @@ def scale(
     exceeds L. always: also at n <= L. UserError for a value out of range, NotApplicable without rotary frequencies.
     """
     L = trained.longest_trained_ctx
-    w = max(1, L // 2) if size is None else size
     trained.inv_freq  # noqa: B018 (NotApplicable if there is nothing to change)
-    if not 1 <= w <= L:
-        raise UserError(f"scaling.size={size}: must be between 1 and the trained context, {L}")
+    w = checked_size(size, default=L // 2, L=L)
     if group == "auto":
         if w == L:
             raise NotApplicable(f"group=auto needs size below the trained context, {L}")
