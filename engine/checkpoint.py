@@ -115,4 +115,5 @@ def reading(path: Path) -> Generator[None]:
 
 def digest(run: Path) -> str:
     """The sha256 of the checkpoint in hexadecimal. Curves and fine-tuned runs store it to identify the weights."""
-    return hashlib.sha256((run / "ckpt.pt").read_bytes()).hexdigest()
+    with (run / "ckpt.pt").open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
