@@ -61,9 +61,9 @@ def keep_freed_memory() -> None:
     pages, which takes 20 of 120 ms. A process whose allocations are of many sizes, as in evaluation, gains nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt:
-        for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
-            mallopt(parameter, 2**30)  # bytes
+    # Bytes. Before glibc 2.35 the second one is at most 2^25. The first one alone would make other tensors slower
+    if mallopt and (mallopt(M_MMAP_THRESHOLD, 2**30) or mallopt(M_MMAP_THRESHOLD, 2**25)):
+        mallopt(M_TRIM_THRESHOLD, 2**30)
 
 
 def uses_bfloat16(device: torch.device, dtype: str) -> bool:
@@ -98,9 +98,12 @@ def tokens_per_pass(device: torch.device, model: nn.Module) -> int:
 
 
 def store_in_bfloat16(model: nn.Module) -> None:
-    """Keep the weights of linear layers in bfloat16, in place: the values that autocast would compute in each pass."""
-    for m in model.modules():
-        if isinstance(m, nn.Linear):
+    """Keep the weights of linear layers in bfloat16, in place: the values that autocast would compute in each pass.
+
+    Not those of an encoding, which computes in float32 where autocast would not.
+    """
+    for name, m in model.named_modules():
+        if isinstance(m, nn.Linear) and not name.startswith("pos.") and ".content." not in name:
             m.weight = nn.Parameter(m.weight.to(torch.bfloat16), requires_grad=False)
 
 

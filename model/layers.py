@@ -149,6 +149,7 @@ def resolve_kinds(scalings: Sequence[dict], trained: TrainedContext, n: int, ctx
         attention_factor=max(change.attention_factor for change in changes),
         window=widest,
         sinks=0 if widest is None else max(sinks for _, sinks in seen),
+        position_map=next((change.position_map for change in changes if change.position_map is not None), None),
         kinds=tuple(changes),
     )
 

@@ -2,19 +2,31 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from conf.errors import UserError
+from engine import checkpoint
+from engine.device import store_in_bfloat16
 from model import attention, gpt
 from model.attention import Heads
 from model.content_attention import wide_linear
 from model.decode import Cache
 from model.pos.fox import ForgetBias
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
-from tests.helpers import SMALL, choices, encoding_of, import_or_skip, model_of, random_tokens, train_settings
+from tests.helpers import (
+    SMALL,
+    choices,
+    encoding_of,
+    import_or_skip,
+    model_of,
+    random_tokens,
+    run_train,
+    train_settings,
+)
 
 CONTENT = [pos for pos in choices("pos") if encoding_of(pos).sees_content]
 BASES = [None, 10000.0]
@@ -314,16 +326,16 @@ def test_kerple_is_its_formula():
                     assert bias[h, m, n].item() == pytest.approx(-p * math.log(1 + a * d), rel=1e-5)
 
 
-@pytest.mark.parametrize("threshold", ["null", "100"])
-def test_fire_is_its_formula(threshold):
-    encoding = encoding_of("fire", f"pos.threshold={threshold}").double()
+@pytest.mark.parametrize("context", [32, 400.0])
+def test_fire_is_its_formula(context):
+    encoding = encoding_of("fire", f"pos.context={context}").double()
     torch.nn.init.uniform_(encoding.c, 0.2, 0.3)
     torch.nn.init.uniform_(encoding.multiplier, 1.1, 1.2)
     first, _, second = encoding.mlp
     q = torch.arange(200)  # more than are computed at a time
     bias = encoding.bias(q, q)
     assert bias.shape == (4, 200, 200)
-    L, c = encoding.multiplier.item() * (8 if threshold == "null" else 100), encoding.c.item()
+    L, c = encoding.multiplier.item() * context / 4, encoding.c.item()
     for i, j in ((0, 0), (5, 2), (63, 1), (64, 0), (150, 149), (199, 0)):
         share = math.log(1 + c * (i - j)) / math.log(1 + c * max(i, L))
         hidden = [max(0.0, w.item() * share + b.item()) for w, b in zip(first.weight, first.bias, strict=True)]
@@ -332,12 +344,32 @@ def test_fire_is_its_formula(threshold):
             assert bias[h, i, j].item() == pytest.approx(want, abs=1e-5)
 
 
+def test_a_longer_context_in_fine_tuning_leaves_the_threshold_of_fire_as_it_is(here):
+    run_train("pos=fire", "steps=1", "name=a")
+    run_train("init=a", "ctx=128", "steps=1", "name=b")
+    assert checkpoint.load(Path("runs/b"))["cfg"].pos["context"] == 64
+
+
+@pytest.mark.parametrize("pos", [*REFERENCES, "kerple", "fire"])
+def test_weights_in_bfloat16_leave_the_encoding_in_float32(pos):
+    """As eval.py stores them: sums over thousands of gates and FIRE's MLP would otherwise be rounded, or fail."""
+    model = model_of(pos).float().eval()
+    want = {name: x.clone() for name, x in model.named_parameters()}
+    store_in_bfloat16(model)
+    for name, x in model.named_parameters():
+        own = name.startswith("pos.") or ".content." in name
+        assert x.dtype == (torch.float32 if own or x.dim() < 2 or name == "tokens.weight" else torch.bfloat16), name
+        assert not own or torch.equal(x, want[name])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.arange(20)[None]).isfinite().all()
+
+
 # ---- refused settings ----
 
 
 @pytest.mark.parametrize("pos, setting, right", [
     ("cope", "pos.positions=1", "at least 2"), ("fire", "pos.hidden=0", "at least 1"),
-    ("fire", "pos.threshold=0", "null or above 0"), ("fox", "pos.base=0.5", "at least 1"),
+    ("fire", "pos.context=0", "above 0"), ("fox", "pos.base=0.5", "at least 1"),
 ])  # fmt: skip
 def test_knobs_out_of_range_are_refused(pos, setting, right):
     with pytest.raises(UserError, match=f"{setting}: must be {right}"):

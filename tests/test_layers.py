@@ -400,6 +400,14 @@ def test_tokens_that_cannot_reach_the_scored_ones_through_the_windows_are_left_o
     assert seen == [3 + 4 * 3, 60]
 
 
+def test_maps_that_count_from_the_first_token_leave_no_token_out():
+    """Also where every kind of layer has a window: cut text would have other chunks."""
+    model, trained = context_of("window_only", "layers.L.scaled=true")
+    tokens, change = random_tokens(1, 500), resolve(yaml_values("scaling", "dual_chunk"), trained, 500, 500)
+    got = model.last_logits(tokens, 3, change)
+    assert (got - model(tokens, change=change)[:, -3:]).abs().max() < 1e-5
+
+
 def test_which_methods_do_not_apply():
     def error(layers: str, method: str) -> str:
         with pytest.raises(NotApplicable) as e:

@@ -1,6 +1,7 @@
 """Training runs that can be trusted: resume, signals, kills, full disks, bad losses; and every yaml of conf/ trains."""
 
 import math
+import platform
 import resource
 import shutil
 import signal
@@ -353,6 +354,39 @@ def test_a_run_whose_parent_has_changed_is_not_resumed(here):
     run_train("steps=1", "seed=1", "name=a", "fresh=true")
     with pytest.raises(UserError, match=r"runs/b has other settings: pretrained\.weights="):
         run_train("init=a", "ctx=128", "steps=4", "name=b")
+
+
+# ---- memory ----
+
+BLOCKS = """
+import ctypes, resource
+from engine.device import keep_freed_memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+def new_pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        block = libc.malloc(2**26)
+        ctypes.memset(block, 1, 2**26)
+        libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+usual = new_pages()
+keep_freed_memory()
+print(usual, new_pages())
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="mallopt is glibc's")
+def test_training_on_a_cpu_keeps_freed_memory(here, monkeypatch):
+    """Of ten blocks, one after the other, only the first takes new pages."""
+    done = subprocess.run([sys.executable, "-c", BLOCKS], cwd=ROOT, capture_output=True, text=True, check=True)
+    usual, kept = map(int, done.stdout.split())
+    assert kept < usual / 5, done.stdout
+    calls = []
+    monkeypatch.setattr("engine.device.keep_freed_memory", lambda: calls.append(1))
+    run_train("steps=1", "name=x")
+    assert calls == [1]
 
 
 # ---- training positions and attention ----

@@ -15,17 +15,17 @@ ROWS = 64  # queries whose hidden layer is computed at a time, or it would take 
 
 
 class Fire(Encoding):
-    """Knobs: hidden, the width of the MLP's hidden layer; threshold, the initial L' in tokens, None: ctx / 4, which is
-    the paper's 512 at its context of 2048. c is initialised to 0.1, as in the paper.
+    """Knobs: hidden, the width of the MLP; context, in tokens, of which the initial L' is a quarter, as in
+    the paper (512 of 2048). A fine-tuned run keeps its parent's. c is initialised to 0.1, as in the paper.
     """
 
     relative = False
 
-    def __init__(self, shape: Shape, hidden: int, threshold: float | None):
+    def __init__(self, shape: Shape, hidden: int, context: float):
         super().__init__(shape)
         check(hidden >= 1, "pos.hidden", hidden, "at least 1")
-        check(threshold is None or threshold > 0, "pos.threshold", threshold, "null or above 0")
-        self.threshold = shape.train_ctx / 4 if threshold is None else threshold
+        check(context > 0, "pos.context", context, "above 0")
+        self.threshold = context / 4
         self.mlp = nn.Sequential(nn.Linear(1, hidden), nn.ReLU(), nn.Linear(hidden, shape.n_heads))
         self.c = nn.Parameter(torch.tensor([0.1]))
         self.multiplier = nn.Parameter(torch.ones(1))  # of the threshold: Adam's steps suit parameters of size 1
