@@ -29,7 +29,7 @@ def resolve_layers(cfg: TrainConfig) -> dict[str, Any]:
     """
     pattern, last, n_layers = cfg.layers.get("pattern") or "", cfg.layers.get("last"), cfg.model.n_layers
     letters = {key: value for key, value in cfg.layers.items() if key not in ("pattern", "last")}
-    ok = bool(pattern) and set(pattern) <= letters.keys()
+    ok = isinstance(pattern, str) and bool(pattern) and set(pattern) <= letters.keys()
     check(ok, "layers.pattern", pattern, f"made of the letters {', '.join(letters)}, each of which has settings")
     check(last is None or last in letters, "layers.last", last, f"null or one of {', '.join(letters)}")
     of_layers = repeat_pattern(pattern, n_layers)
@@ -91,6 +91,7 @@ def encoding_knobs(setting: str, name: str | None, base: float | None, cfg: Trai
         knobs = cfg.pos
     if base is None:
         return knobs
+    check(base >= 1, f"{setting}.base", base, "at least 1")
     check("base" in knobs, f"{setting}.base", base, f"null: pos={yaml_name('pos', knobs)} has no base")
     return {**knobs, "base": base}
 

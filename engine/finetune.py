@@ -15,13 +15,14 @@ from conf.schema import TrainConfig
 from engine import checkpoint
 from engine.newest_run import known_runs
 from model import gpt
+from model.pos.rope import Rope
 from model.scaling import TrainedContext
 
 
 def inherit(cfg: TrainConfig) -> dict[str, Any]:
     """Copy the parent run's model, data and attention settings into cfg, and record the parent in it.
 
-    So are pos and layers, as far as the command line does not change them. Returns the parent's checkpoint. UserError
+    pos and layers are copied too, unless the command line changes them. Returns the parent's checkpoint. UserError
     if there is no such run, or if a setting that it fixes was given.
     """
     assert cfg.init is not None and cfg.name is not None
@@ -56,7 +57,7 @@ def refuse_overrides(cfg: TrainConfig, *keys: str) -> None:
 
 
 def choose_encoding(cfg: TrainConfig, old: TrainConfig) -> None:
-    """Set cfg.pos and cfg.layers to those of the parent, as far as the command line does not change them.
+    """Set cfg.pos and cfg.layers to those of the parent, unless the command line changes them.
 
     pos=NAME replaces the encoding, pos.KNOB=VALUE a knob of the parent's, layers=NAME the layer schedule. A change is
     recorded in cfg.pretrained. UserError for a change after which the weights would be of no use.
@@ -69,28 +70,34 @@ def choose_encoding(cfg: TrainConfig, old: TrainConfig) -> None:
             check(knob in old.pos, f"pos.{knob}", value, right)
         cfg.pos = {**old.pos, **knobs}
     if "layers" not in given:
+        if lone := sorted(key for key in given if key.startswith("layers.")):
+            raise UserError(f"{lone[0]}: needs layers=NAME beside it, or the layers are those of {cfg.init}")
         cfg.layers = old.layers
     elif cfg.layers:
         from conf.layer_schedule import resolve_layers
 
         cfg.layers = resolve_layers(cfg)
-    before, now = encodings_of(old), encodings_of(cfg)
-    pairs = {knobs["interleaved"] for knobs in before + now if "interleaved" in knobs}
-    if len(pairs) > 1:
-        right = "as the weights were trained: other dimensions would be rotated together"
-        check(False, "pos.interleaved", str(cfg.pos.get("interleaved")).lower(), right)
+    before, now = rotations(old), rotations(cfg)
+    if before and not {pairs for pairs, _ in now} <= {pairs for pairs, _ in before}:
+        right = f"{describe_knobs('pos', old.pos)}: other dimensions would be rotated together than in its training"
+        raise UserError(f"init={cfg.init}: pos={describe_knobs('pos', cfg.pos)} does not fit the weights of {right}")
     cfg.pretrained.pop("encoding", None)  # of an earlier change
     if (cfg.pos, cfg.layers) != (old.pos, old.layers):
         cfg.pretrained["encoding"] = gpt.describe_encoding(old)
-    rotary = [knobs for knobs in now if "base" in knobs]
-    if now != before and not (rotary and all(knobs in before for knobs in rotary)):
-        cfg.pretrained["ctx"] = cfg.ctx  # at which the new frequencies are trained
+        kept = {frequencies for _, frequencies in now} <= {frequencies for _, frequencies in before}
+        if not (kept if now else cfg.pos == old.pos):
+            cfg.pretrained["ctx"] = cfg.ctx  # at which the new frequencies are trained
 
 
-def encodings_of(cfg: TrainConfig) -> list[dict[str, Any]]:
-    """The knobs of the encoding of each kind of layer."""
-    kinds = [kind for kind in cfg.layers.values() if isinstance(kind, dict)]
-    return [kind["pos"] or cfg.pos for kind in kinds] or [cfg.pos]
+def rotations(cfg: TrainConfig) -> set[tuple[int | None, tuple[float, ...]]]:
+    """How the layers rotate: (P of pairs (i, i + P), or None for pairs (2i, 2i + 1); the frequencies)."""
+    encoding = gpt.build_encoding(cfg)
+    parts = getattr(encoding, "encodings", [encoding])  # those of a layer schedule
+    return {
+        (None if e.interleaved else len(e.inv_freq) + e.still, tuple(e.inv_freq.tolist()))
+        for e in parts
+        if isinstance(e, Rope)
+    }
 
 
 def load_weights(model: gpt.GPT, weights: dict[str, Tensor], cfg: TrainConfig) -> None:

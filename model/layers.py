@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from conf.errors import UserError, check
 from conf.layer_schedule import check_resolved, closest_yaml
-from conf.registry import yaml_name
+from conf.registry import describe, yaml_name
 from conf.schema import TrainConfig
 from model import pos as encodings
 from model.combination import combine
@@ -56,13 +56,12 @@ class LayerSchedule(Encoding):
                 check(ok, f"layers.{letter}.pos", yaml_name("pos", wanted), right)
             self.kinds.append(Kind(letter, self.knobs.index(wanted), kind["window"], kind["sinks"], kind["scaled"]))
         if all(kind.encoding for kind in self.kinds):
-            raise UserError(f"pos={yaml_name('pos', cfg.pos)}: no layer of layers={closest_yaml(cfg)} uses it")
+            reason = f"no layer of layers={closest_yaml(cfg)} uses it, each kind of layer has its own pos or base"
+            raise UserError(f"pos={describe('pos', cfg.pos)}: {reason}")
         self.kind_of_layer = [list(letters).index(letter) for letter in cfg.layers["pattern"]]
         parts: list[Any] = list(self.encodings)
         self.relative = all(e.relative for e in parts)
         self.max_positions = min((e.max_positions for e in parts if e.max_positions is not None), default=None)
-        self.has_bias = any(e.has_bias for e in parts)
-        self.sees_content = any(e.sees_content for e in parts)
         rates = {e.lr_factor for e in parts if any(True for _ in e.parameters())}
         check(len(rates) < 2, "pos.lr_factor", sorted(rates), "the same for all encodings of a layer schedule")
         self.lr_factor = rates.pop() if rates else 1.0

@@ -18,10 +18,11 @@ FROZEN = ("steps=1", "optim.lr=1e-12", "optim.warmup=0")  # keeps the weights
 
 @pytest.fixture(scope="module")
 def parents(tmp_path_factory, cache):
-    """Runs of one step each: rope, t5 and rope with a layer schedule."""
+    """Runs of one step each: rope in both layouts, t5 and rope with a layer schedule."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "disabled")
-        runs = [("pos=rope", "name=rope"), ("pos=t5_bias", "name=t5"), ("layers=olmo3", "name=olmo3")]
+        runs = [("pos=rope", "name=rope"), ("pos=t5_bias", "name=t5"), ("layers=olmo3", "name=olmo3"),
+                ("pos=rope_interleaved", "name=interleaved")]  # fmt: skip
         return train_smoke_runs(tmp_path_factory.mktemp("parents"), cache, *[("steps=1", *run) for run in runs])
 
 
@@ -76,6 +77,9 @@ def test_a_larger_base_in_continued_training(there, capsys):
     assert "scaling=pi (factor 2)" in capsys.readouterr().out and "encoding" not in trained("abf2").cfg.pretrained
     run_train("init=rope", "ctx=128", *FROZEN, "name=longer")
     assert trained("longer").context.train_ctx == 64
+    # Nor is the context another one where another encoding has the same frequencies
+    run_train("init=rope", "pos=ssmax", "ctx=128", *FROZEN, "name=ssmax")
+    assert trained("ssmax").context.train_ctx == 64
 
 
 def test_rope_to_swan_keeps_the_frequencies_of_the_window_layers(there, capsys):
@@ -116,7 +120,10 @@ def test_parameters_of_an_encoding_are_dropped_kept_or_new(there, capsys):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["init=rope", "pos=rope_interleaved"], r"pos\.interleaved=true: must be as the weights were trained"),
+        (["init=rope", "pos=rope_interleaved"], r"pos=rope_interleaved does not fit the weights of rope: other dim"),
+        (["init=rope", "pos=rope_partial"], r"init=rope: pos=rope_partial does not fit the weights of rope: other dim"),
+        (["init=interleaved", "pos=ssmax"], r"pos=ssmax does not fit the weights of rope_interleaved: other dim"),
+        (["init=olmo3", "++layers.L.base=500"], r"layers\.L\.base: needs layers=NAME beside it"),
         (["init=t5", "pos.base=500000"], r"pos\.base=500000: must be left out: pos=t5_bias of t5 has no base"),
         (["init=rope", "layers=olmo3", "layers.L.pos=xpos", "layers.L.window=-1"], r"layers\.L\.window=-1: must be"),
         (["init=rope", "model.width=32"], r"init=rope: model\.width=32 cannot be chosen, it comes from that run"),

@@ -237,7 +237,7 @@ def test_eval_and_its_controls(family, train_ctx, here, capsys):
     with_tokenizer(Path("model"))
     write_documents(here)
     common = ("run=hf:model", "data=text", "data.files=docs/*.txt", "documents=2", "task.scored_tokens=16")
-    with pytest.raises(NotApplicable, match=r"scaling=yarn is not applicable: it changes rotary frequencies, and pos="):
+    with pytest.raises(NotApplicable, match=r"scaling=yarn is not applicable: it needs rotary frequencies, and pos="):
         run_eval(*common, "ctx=64", "scaling=yarn")
     if family == "gpt2":
         with pytest.raises(UserError, match=r"n_positions=96: not supported past itself, and ctx=128: try ctx=96"):

@@ -99,7 +99,7 @@ def test_a_method_at_reading_changes_the_layers_that_the_schedule_says(tmp_path)
     cfg = reading.read(tmp_path, 96)[0]
     context = gpt.trained_context(cfg, gpt.build_encoding(cfg))
     with pytest.raises(
-        NotApplicable, match=r"scaling=ntk is not applicable: it changes rotary frequencies, and pos=none"
+        NotApplicable, match=r"scaling=ntk is not applicable: it needs rotary frequencies, and pos=none"
     ):
         resolve(yaml_values("scaling", "ntk"), context, 96, 96)
     assert [k.logn for k in resolve(yaml_values("scaling", "logn"), context, 96, 96).kinds] == [L, None]

@@ -414,7 +414,7 @@ def test_which_methods_do_not_apply():
             resolve(yaml_values("scaling", method), context_of(layers)[1], 96, 96)
         return str(e.value)
 
-    assert error("swan", "ntk").endswith("it changes rotary frequencies, and pos=none (layers G of swan) has none")
+    assert error("swan", "ntk").endswith("it needs rotary frequencies, and pos=none (layers G of swan) has none")
     assert "no layer of rope+window_only is scaled" in error("window_only", "logn")
     assert resolve(yaml_values("scaling", "window"), context_of("window_only")[1], 96, 96).window == 16
 
@@ -477,6 +477,9 @@ def test_a_change_of_one_kind_of_layer_makes_a_cache_stale():
         (["+layers.L.windows=3"], r"layers\.L\.windows=3: must be left out: a kind of layer has pos, base, window"),
         (["pos=alibi", "layers.G.base=500"], r"layers\.G\.base=500: must be null: pos=alibi has no base"),
         (["layers.L=3"], r"layers\.L=3: must be settings: pos, base"),
+        (["layers.L.base=0.5"], r"layers\.L\.base=0\.5: must be at least 1"),
+        (["layers.pattern=1"], r"layers\.pattern=1: must be made of the letters L, G"),
+        (["layers.pattern=[L,G]"], r"layers\.pattern=\['L', 'G'\]: must be made of the letters L, G"),
     ],
 )
 def test_wrong_settings_are_named(overrides, message):

@@ -1,7 +1,7 @@
 """Learned sink logits (gpt-oss, arXiv 2508.10925): each head's softmax has one more logit, which has no value.
 
 A head that finds nothing to attend to can give its weight to the sink instead of the first tokens, where StreamingLLM
-(arXiv 2309.17453) found it, which proposes this as a "learnable sink token". A window does not remove the sink.
+(arXiv 2309.17453) found it. That paper's "zero sink" is this with a logit of 0. A window does not remove the sink.
 """
 
 from dataclasses import dataclass, replace

@@ -50,7 +50,7 @@ class TrainedContext:
     def inv_freq(self) -> Tensor:
         """float64 [rotary_dim / 2]. NotApplicable for an encoding that does not rotate."""
         if self.frequencies is None:
-            raise NotApplicable(f"it changes rotary frequencies, and pos={self.pos} has none")
+            raise NotApplicable(f"it needs rotary frequencies, and pos={self.pos} has none")
         return self.frequencies
 
 
