@@ -366,3 +366,7 @@ def test_claims_md_is_what_the_rows_give():
 
 def test_matrix_md_is_what_the_rows_give():
     assert (ROOT / "results/matrix.md").read_text() == tables.report(*committed())
+
+
+def test_layers_md_is_what_the_rows_give():
+    assert (ROOT / "results/layers.md").read_text() == layers.report(read_rows(ROOT / "results/layers.jsonl"))
