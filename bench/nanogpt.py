@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="an even number; the last half is measured")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "results/nanogpt.jsonl", help="the row is appended to it")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     checkout: Path = args.nanogpt.absolute()
     if not (checkout / "configurator.py").is_file():
         raise UserError(f"{args.nanogpt}: is not a checkout of github.com/karpathy/nanoGPT")

@@ -30,7 +30,7 @@ VOCAB = 2048
 PARTS = {
     "loss": "graph_1|nll_loss|log_softmax",
     "attention": "aten::bmm|softmax",
-    "gelu": "gelu",
+    "gelu": "gelu|sigmoid",
     "matrix products": r"^aten::(mm|addmm)$|mkldnn",
     "optimizer": "adamw|AdamW|vector_norm|foreach|^aten::mul_$|^aten::zero_$",
     "other kernels": "cpp_fused|embedding|index_select",

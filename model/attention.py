@@ -237,15 +237,17 @@ def query_blocks(
         local = slice(0 if window is None else max(0, queries.start - window + 1), queries.stop)
         sinks = 0 if window is None else min(change.sinks, local.start)
         # Only the last keys can be in the future of a query, and only the first ones outside its window. Comparing all
-        # distances instead takes longer than the attention itself.
+        # distances instead takes longer than the attention itself. The comparison of int32 indices compiles to code for
+        # a CPU that is twice as fast as that of triu, of int64 or of differences.
         count = stop - start
-        hidden = q.new_full((count, count), -math.inf)
+        key = torch.arange(count, device=q.device, dtype=torch.int32)
+        query = key.unsqueeze(1)
         mask = q.new_zeros(count, sinks + local.stop - local.start)  # [queries, keys]
-        mask[:, -count:] = hidden.triu(1)
+        mask[:, -count:].masked_fill_(query < key, -math.inf)
         if window is not None:
             oldest = max(local.start, change.sinks)  # the first key that the window can hide; sinks are always seen
             edge = mask[:, change.sinks : change.sinks + count]
-            edge += hidden[:, : edge.shape[1]].tril(queries.start - oldest - window)
+            edge.masked_fill_(query >= key[: edge.shape[1]] + (oldest + window - queries.start), -math.inf)
         bias = pos.bias(positions[..., queries], select_keys(positions, -1, sinks, local))
         if bias is not None:  # bfloat16 could not hold ALiBi's slope x distance from distance 257 on
             mask = bias.to(torch.promote_types(q.dtype, torch.float32)) + mask

@@ -49,8 +49,18 @@ class MLP(nn.Module):
         x = self.up(x)
         if self.gated:
             gate, x = x.chunk(2, dim=-1)
-            return self.down((F.silu(gate) if self.silu else F.gelu(gate, approximate=self.gelu)) * x)
-        return self.down(F.gelu(x, approximate=self.gelu))
+            return self.down((F.silu(gate) if self.silu else gelu(gate, self.gelu)) * x)
+        return self.down(gelu(x, self.gelu))
+
+
+def gelu(x: Tensor, approximate: str) -> Tensor:
+    """F.gelu. In code compiled for a CPU its tanh approximation is written as a sigmoid, since 1 + tanh u is
+    2 sigmoid(2 u): torch's tanh takes 5 ms forward and backward for 2048 x 1024 numbers, its sigmoid 2 ms.
+    """
+    if approximate == "none" or x.device.type != "cpu" or not torch.compiler.is_compiling():
+        return F.gelu(x, approximate=approximate)
+    wide, scale = x.float(), math.sqrt(8 / math.pi)
+    return (wide * torch.sigmoid(scale * wide * (1 + 0.044715 * wide * wide))).to(x.dtype)
 
 
 def fuses_gelu(x: Tensor) -> bool:

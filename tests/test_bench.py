@@ -53,6 +53,7 @@ def test_kernels_belong_to_the_part_that_they_are_of():
         "aten::bmm": "attention",
         "graph_0_cpp_fused__softmax_backward_data_mul_view_4": "attention",
         "graph_0_cpp_fused__to_copy__unsafe_view_gelu_gelu_backward_view_1": "gelu",
+        "graph_0_cpp_fused__unsafe_view_add_mul_sigmoid_5": "gelu",
         "graph_0_cpp_fused__to_copy_add_mean_mul_pow_rsqrt_t_0": "other kernels",
         "graph_1_cpp_fused__log_softmax__to_copy_nll_loss_forward_1": "loss",
         "aten::_fused_adamw_": "optimizer",
