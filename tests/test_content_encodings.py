@@ -327,7 +327,8 @@ def test_kerple_is_its_formula():
 
 
 @pytest.mark.parametrize("context", [32, 400.0])
-def test_fire_is_its_formula(context):
+def test_fire_is_its_formula(context, monkeypatch):
+    monkeypatch.setattr("model.pos.fire.PAIRS", 64 * 200)
     encoding = encoding_of("fire", f"pos.context={context}").double()
     torch.nn.init.uniform_(encoding.c, 0.2, 0.3)
     torch.nn.init.uniform_(encoding.multiplier, 1.1, 1.2)

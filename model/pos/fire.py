@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from conf.errors import check
 from model.pos import Encoding, Shape
 
-ROWS = 64  # queries whose hidden layer is computed at a time, or it would take `hidden` times the memory of the mask
+PAIRS = 65_536  # of a query and a key, whose hidden layer is computed at a time: 8 MB, which stay in a CPU's cache
 
 
 class Fire(Encoding):
@@ -31,7 +31,7 @@ class Fire(Encoding):
         self.multiplier = nn.Parameter(torch.ones(1))  # of the threshold: Adam's steps suit parameters of size 1
 
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        blocks = q_positions.split(ROWS, dim=-1)
+        blocks = q_positions.split(max(1, PAIRS // k_positions.shape[-1]), dim=-1)
         return torch.cat([self.bias_of_rows(block, k_positions) for block in blocks], dim=-2)
 
     def bias_of_rows(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
