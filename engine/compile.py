@@ -20,6 +20,9 @@ def compile_blocks(model: GPT) -> None:
     # By default 8 versions of a block are compiled. A kind of layer needs one for each length of the rows (ctx_start)
     config: Any = torch._dynamo.config
     config.recompile_limit = max(64, config.recompile_limit)
+    # Compile backward passes with the forward ones, where compiled_or_plain catches what fails (new in torch 2.9)
+    config = torch._functorch.config
+    config.force_non_lazy_backward_lowering = True
     torch.compiler.reset()  # what an earlier job of a sweep compiled counts against dynamo's limit of recompilations
     # Compiled on a CPU, T5's bias at ctx=1024 trains to NaN. (A decorator would import triton in every process.)
     attention.attend_blocks = torch.compiler.disable(attention.attend_blocks)

@@ -213,10 +213,13 @@ def shifted(job: Job, run: Run, size: Size, command: str) -> Rows:
 
 
 def commit() -> str:
-    """The short hash of the checked-out commit, followed by + if the code differs from it."""
+    """The short hash of the checked-out commit, followed by + if the code differs from it; "unknown" without git."""
     git = ["git", "-C", str(ROOT)]
-    name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    try:
+        name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return "unknown"
     # Results and texts may differ: they do not change a number
     changed = [line for line in status.splitlines() if not line.endswith(("jsonl", "png", "svg", "md"))]
     return (name or "unknown") + ("+" if changed else "")

@@ -155,6 +155,27 @@ def test_a_failed_compilation_is_one_line_for_each_thing_and_training_continues(
     )
 
 
+def test_a_backward_pass_that_does_not_compile_is_one_line_too(monkeypatch, capsys):
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def fails(graph, inputs):
+        raise RuntimeError("no backward compiler")
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=fails)
+    model = gpt.build(train_settings("pos=rope", *SMALL), 50)
+    x = random_tokens()
+    want = model.losses(x[:, :-1], x[:, 1:])
+    monkeypatch.setattr(compiling.torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr(attention, "attend_blocks", attention.attend_blocks)
+    compiling.compile_blocks(model)
+    losses = model.losses(x[:, :-1], x[:, 1:])
+    losses.mean().backward()
+    assert torch.equal(losses, want) and all(p.grad is not None for p in model.parameters())
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.count("no backward compiler") for line in lines] == [1, 1]
+
+
 # ---- on a GPU; `pytest -m gpu` on a machine without one runs the same on its CPU, which rehearses them ----
 
 GPU = "cuda" if torch.cuda.is_available() else "cpu"
