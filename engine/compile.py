@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch._dynamo.exc import TorchDynamoException
 
 from model import attention
@@ -21,8 +22,8 @@ def compile_blocks(model: GPT) -> None:
     config: Any = torch._dynamo.config
     config.recompile_limit = max(64, config.recompile_limit)
     # Compile backward passes with the forward ones, where compiled_or_plain catches what fails (new in torch 2.9)
-    config = torch._functorch.config
-    config.force_non_lazy_backward_lowering = True
+    functorch: Any = torch._functorch.config
+    functorch.force_non_lazy_backward_lowering = True
     torch.compiler.reset()  # what an earlier job of a sweep compiled counts against dynamo's limit of recompilations
     # Compiled on a CPU, T5's bias at ctx=1024 trains to NaN. (A decorator would import triton in every process.)
     attention.attend_blocks = torch.compiler.disable(attention.attend_blocks)
