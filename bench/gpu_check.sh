@@ -2,7 +2,7 @@
 # The checks and measurements that need a GPU, in stages of at most nine minutes, for a machine that is lent:
 #
 #   bash bench/gpu_check.sh wheels   # before, on a machine with network: packages for Python 3.12, to .wheels/
-#   bash bench/gpu_check.sh a        # environment, a small training, tests marked gpu, three benchmark shapes, tiles
+#   bash bench/gpu_check.sh a        # environment, ceilings, a small training, tests marked gpu, three shapes, tiles
 #   bash bench/gpu_check.sh b        # exp=gpt2 on local text with both kernels, nanoGPT's step; five profiled steps
 #   bash bench/gpu_check.sh c        # the other shapes of the benchmark; that model evaluated at 32k and 128k tokens
 #   bash bench/gpu_check.sh d        # a part of the study, four jobs at a time
@@ -10,7 +10,7 @@
 #
 # Results go to OUT (default results/gpu), each row as it comes. A step that has succeeded is not repeated when the
 # stage is run again. The machine needs torch, numpy and Python 3.12; what else is missing is installed from .wheels/
-# into a folder of its own, and wandb is stood in for. CORPUS is a prepared corpus cache (default .cache).
+# into a folder of its own. wandb is not needed, since it is disabled. CORPUS is a prepared corpus cache (default .cache).
 set -u
 cd "$(dirname "$0")/.."
 export PYTHON=${PYTHON:-python3} PYTHONUNBUFFERED=1 WANDB_MODE=disabled MPLBACKEND=Agg
@@ -30,12 +30,11 @@ if [ "$stage" = wheels ]; then
 fi
 
 site=${SITE:-/tmp/ropewalk-site}
-export PYTHONPATH=$PWD:$site
+export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
 if ! "$PYTHON" -c 'import hydra, omegaconf, tiktoken, sympy, pytest' 2> /dev/null && [ ! -d "$site" ]; then
     "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$site" .wheels/*.whl ||
         { echo "error: packages are missing: first, with a network, bash bench/gpu_check.sh wheels"; exit 1; }
 fi
-"$PYTHON" -c 'import wandb' 2> /dev/null || PYTHONPATH=$PYTHONPATH:$PWD/bench/stand_ins
 
 # step NAME SECONDS COMMAND...: run it within the time, unless it has succeeded before; its output goes to OUT/NAME.log
 step() {
@@ -53,11 +52,29 @@ step() {
 }
 train() { echo "$PYTHON" train.py cache="$cache" runs="$out/runs" "$@"; }
 evaluate() { echo "$PYTHON" eval.py cache="$cache" runs="$out/runs" "$@"; }
-tests=(tests/test_rope.py tests/test_gpu.py) device=cuda kernel=triton
-peers="" small="" long="ctx=8192"
+# Text of documents that are long enough to evaluate at 131072 tokens: the Python sources of torch, joined
+join_sources() {
+    [ -d "$out/text" ] && return
+    "$PYTHON" - "$out/text.tmp" "${toy:+6000}" << 'EOF' && mv "$out/text.tmp" "$out/text"
+import sys
+from pathlib import Path
+
+import torch
+
+folder, size = Path(sys.argv[1]), int(sys.argv[2] or 1_000_000)
+folder.mkdir(exist_ok=True)
+documents, text = 0, ""
+for file in sorted(Path(torch.__file__).parent.rglob("*.py")):
+    text += file.read_text(errors="ignore")
+    if len(text) > size and documents < 40:
+        (folder / f"{documents:02}.txt").write_text(text)
+        documents, text = documents + 1, ""
+EOF
+}
+tests=(rope none window yarn rerope others) device=cuda kernel=triton
+peers="" small="" long="ctx=8192" text="data.vocab_size=16384"
 if [ "$toy" ]; then
-    tests=(tests/test_gpu.py -k "one_step_of_ddp or synchronises") device=cpu kernel=torch peers="ours, interleaved"
-    long="ctx=128 documents=2"
+    tests=(toy) device=cpu kernel=torch peers="ours, interleaved" long="ctx=128 documents=2" text="data.vocab_size=300"
     small="exp=smoke steps=2 val_windows=2 device=cpu compile=false"
 fi
 
@@ -66,11 +83,20 @@ rope=("$PYTHON" -m bench.rope gpu --device $device --peer "$peers" --out "$out/r
 case $stage in
 a)
     step environment 60 "$PYTHON" -c 'from bench.rows import machine; print(machine())'
+    step ceilings 60 "$PYTHON" -m bench.gpu_step --device $device --ceilings "$out/gpu_ceilings.csv"
     # shellcheck disable=SC2046,SC2086
     step training 120 $(train pos=rope name=check fresh=true kernel=$kernel ${small:-steps=500})
     # shellcheck disable=SC2046,SC2086
     step evaluation 120 $(evaluate run=check kernel=$kernel device=$device scaling=yarn $long)
-    step tests 300 "$PYTHON" -m pytest -q -n 0 -m gpu -p no:cacheprovider "${tests[@]}"
+    for part in "${tests[@]}"; do
+        case $part in
+        rope) selected=(tests/test_rope.py) ;;
+        others) selected=(tests/test_gpu.py -k "not on_cuda_as_on_a_cpu") ;;
+        toy) selected=(tests/test_gpu.py -k "one_step_of_ddp or synchronises") ;;
+        *) selected=(tests/test_gpu.py -k "on_cuda_as_on_a_cpu and (-$part-mha or -$part-gqa)") ;;
+        esac
+        step "tests-$part" 200 "$PYTHON" -m pytest -q -n 0 -m gpu -p no:cacheprovider "${selected[@]}"
+    done
     for shape in 0 1 3; do
         step "rope-$shape" 150 "${rope[@]}" --shapes $shape
         [ "$toy" ] && break
@@ -79,11 +105,12 @@ a)
     ;;
 b)
     step steps 300 "$PYTHON" -m bench.gpu_step --device $device --out "$out/gpu_step.csv" --profile "$out/profile.txt"
+    join_sources
     for kernel in triton torch; do
         [ "$toy$kernel" = 1triton ] && continue
         # shellcheck disable=SC2046,SC2086
-        step "gpt2-$kernel" 240 $(train exp=gpt2 data=sympy pos=rope name=gpt2-$kernel kernel=$kernel \
-            ${small:-steps=100 optim.warmup=20})
+        step "gpt2-$kernel" 240 $(train exp=gpt2 data=text "data.files='$out/text/*.txt'" data.holdout=4 $text pos=rope \
+            name=gpt2-$kernel kernel=$kernel ${small:-steps=100 optim.warmup=20})
     done
     ;;
 c)

@@ -3,7 +3,8 @@
 Our step of exp=gpt2 with the rotation by Triton and by torch, and nanoGPT's step (its model, re-implemented in
 bench/step.py, compiled as a whole, bfloat16 autocast, fused AdamW) with 12 and 32 rows of 1024 tokens. All with a
 vocabulary of 50304 and random tokens, in one process, medians of single steps. The rows are appended to a table as they
-come; --profile FILE writes the operations of five of our steps. On a CPU it rehearses at a toy size.
+come; --profile FILE writes the operations of five of our steps. --ceilings FILE measures instead a product of two large
+matrices and a copy, the ceilings of this GPU. On a CPU it rehearses at a toy size.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from bench.step import Peer
 from conf.compose import train_settings
 from conf.schema import TrainConfig
 from engine import device as devices
-from engine.compile import compile_blocks
+from engine.compile import compile_blocks, failed
 from engine.gpu_limits import peak_flops
 from engine.optimizer import make_optimizer
 from engine.throughput import flops_per_token
@@ -56,7 +57,8 @@ def nanogpt_step(
     m = cfg.model
     with device:
         plain = Peer(m.n_layers, m.n_heads, m.width, cfg.ctx, vocab)
-    model = torch.compile(plain) if device.type == "cuda" else plain
+    # By default the second number of rows would be compiled for any number, which is slower code
+    model = torch.compile(plain, dynamic=False) if device.type == "cuda" else plain
     optimizer = torch.optim.AdamW(plain.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
     x = torch.randint(vocab, (rows, cfg.ctx + 1), device=device)
 
@@ -84,14 +86,27 @@ def seconds(step: Callable[[], object], device: torch.device, steps: int = 20) -
     return statistics.median(times)
 
 
+def ceilings(device: torch.device, toy: bool, table: Rows) -> None:
+    """TFLOP/s of a product of two bfloat16 matrices of 8192 x 8192, GB/s read and written by a copy of 4 GB."""
+    N = 256 if toy else 8192
+    a, b = torch.randn(2, N, N, device=device, dtype=torch.bfloat16)
+    x = torch.zeros(2**16 if toy else 2**30, device=device)
+    y = torch.empty_like(x)
+    product, copy = seconds(lambda: a @ b, device), seconds(lambda: y.copy_(x), device)
+    table.append({"tflop_per_s": 2 * N**3 / product / 1e12, "copy_gb_per_s": 2 * 4 * x.numel() / copy / 1e9})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", default="results/gpu_step.csv")
     parser.add_argument("--profile")
+    parser.add_argument("--ceilings", type=Path)
     args = parser.parse_args()
     device = torch.device(args.device)
     toy = device.type == "cpu"
+    if args.ceilings:
+        return ceilings(device, toy, Rows(args.ceilings))
     cfg = train_settings("exp=gpt2", *(TOY if toy else ()))
     vocab, peak, table = 128 if toy else 50304, peak_flops(device, cfg.dtype), Rows(Path(args.out))
     steps: dict[str, Callable[[], tuple]] = {
@@ -101,8 +116,10 @@ def main() -> None:
     for rows in (2,) if toy else (12, 32):
         steps[f"nanoGPT, {rows} rows"] = functools.partial(nanogpt_step, cfg, vocab, rows, device)
     for i, (name, make) in enumerate(steps.items()):
+        torch.compiler.reset()  # what was compiled before would count against dynamo's limit of versions
         step, tokens, parameters = make()
         rate = tokens / seconds(step, device, 3 if toy else 20)
+        assert not failed, f"{name}: torch.compile of {failed} failed, so this row would not be what it says"
         mfu = rate * flops_per_token(parameters, cfg.model, cfg.ctx) / peak if peak else None
         memory = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None
         table.append({"what": name, "tokens": tokens, "tokens_per_s": rate, "mfu": mfu, "peak_gb": memory})

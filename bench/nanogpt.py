@@ -18,9 +18,8 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-import torch
-
 from bench.rows import append_json, commit
+from bench.step import origin
 from conf.compose import train_settings
 from conf.errors import UserError, user_errors_in_one_line
 from conf.registry import ROOT
@@ -68,6 +67,7 @@ def ours(cfg: TrainConfig, overrides: list[str], folder: Path, steps: int) -> fl
                 f"steps={steps}", f"log_every={steps // 2}", f"val_every={steps}", f"save_every={steps}",
                 "val_windows=1"]  # fmt: skip
     output = run([str(ROOT / "train.py"), *overrides, *settings], folder)
+    assert "torch.compile of" not in output, output  # it failed, and the run continued uncompiled
     speeds = re.findall(rf"step {steps} of {steps}, .* ([\d,]+) tokens/s", output)
     assert speeds, output
     return float(speeds[-1].replace(",", ""))
@@ -100,8 +100,7 @@ def main() -> None:
         "rounds": args.rounds, "tokens_per_s": medians,
         "ratio": {name: round(medians["ours"] / medians[name], 2) for name in list(medians)[:2]},
         "all": {name: [round(v) for v in values] for name, values in speeds.items()},
-        "torch": torch.__version__, "threads": torch.get_num_threads(), "nanogpt_commit": commit(checkout),
-        "commit": commit(),
+        **origin(cfg), "nanogpt_commit": commit(checkout),
     }  # fmt: skip
     append_json(args.out, row)
     print(json.dumps(row, indent=1))

@@ -25,7 +25,7 @@ from conf.compose import train_settings
 from conf.registry import ROOT
 from conf.schema import TrainConfig
 from data.batches import batch
-from engine.compile import compile_blocks
+from engine.compile import compile_blocks, failed
 from engine.device import autocast, keep_freed_memory, uses_bfloat16
 from engine.optimizer import make_optimizer
 from model import gpt
@@ -158,6 +158,7 @@ def main() -> None:
         "ours, compiled": our_step(cfg, True),
     }
     speed = {name: cfg.batch_tokens / seconds for name, seconds in interleaved(steps).items()}
+    assert not failed, f"torch.compile of {failed} failed, so the row would not be what it says"
     base = speed["nanoGPT's step, float32"]
     m = cfg.model
     print(f"{m.n_layers} layers, width {m.width}, ctx {cfg.ctx}, vocabulary {VOCAB}, {cfg.batch_tokens} tokens a step")
