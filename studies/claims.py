@@ -28,7 +28,7 @@ L = {L}. `bar` is the better of the two controls, the window control and the tex
 documents. `unshifted` and `shifted` evaluate the same text at the first and the second half of the trained positions.
 
 **Intervals** are 95 %, from crossed random effects of seeds and documents (`measure/mixed_effects.py`). With one seed
-they cover other documents, but not other seeds, and are marked so.
+they cover other documents, but not other seeds, and are marked so, as are verdicts.
 
 **Verdicts.** "{holds}": every difference is on the claimed side of its margin; the p value of the claim is the largest
 of its differences (intersection-union test). "{refuted}": a difference is on the other side, at {alpha} divided by the
@@ -169,7 +169,10 @@ def with_q(p_of: Sequence[float | None]) -> list[float | None]:
 def cells(measured: Measured, from_old: bool, q: float | None = None) -> tuple[str, int, str, str]:
     """(differences, seeds, q, verdict) of a claim's line."""
     seeds = min(result.seeds if result else 0 for _, result in measured)
-    verdict = f"**{decide(measured)[0]}**" + (f", {OLD}" if from_old else "")
+    verdict = decide(measured)[0]
+    exact = all(result is not None and not result.variance for _, result in measured)
+    only = ", one seed" if seeds == 1 and not exact and verdict in (HOLDS, REFUTED) else ""
+    verdict = f"**{verdict}**{only}" + (f", {OLD}" if from_old else "")
     return "; ".join(describe(check, result) for check, result in measured), seeds, q_text(q), verdict
 
 
