@@ -281,6 +281,52 @@ def test_several_new_tokens_at_once_continue_a_cache(pos, change):
         assert (torch.cat(parts, 1) - model(x, change=change)).abs().max() < 1e-5
 
 
+# ---- in layer schedules ----
+
+IN_SCHEDULES = [*REFERENCES, "kerple", "fire", "alibi", "t5_bias", "rope"]
+
+
+@pytest.mark.parametrize("pos", IN_SCHEDULES)
+def test_in_window_layers_an_encoding_is_that_of_the_uniform_model_with_a_window(pos):
+    uniform = model_with(pos)
+    of_windows = model_of(pos, "layers=window_only", "layers.L.window=7")
+    names = [name.replace("pos.encodings.0.", "pos.") for name in of_windows.state_dict()]
+    of_windows.load_state_dict(
+        {a: uniform.state_dict()[b] for a, b in zip(of_windows.state_dict(), names, strict=True)}
+    )
+    tokens = random_tokens(2, 24)
+    with torch.no_grad():
+        want, free = uniform(tokens, change=ContextChange(window=7)), uniform(tokens)
+        assert (of_windows(tokens) - want).abs().max() < 1e-9 < (free - want).abs().max()
+
+
+@pytest.mark.parametrize("layers", ["olmo3", "swan"])
+@pytest.mark.parametrize("pos", IN_SCHEDULES)
+def test_in_mixed_layers_cached_decoding_equals_a_full_forward(pos, layers):
+    model, tokens, cache = model_with(pos, f"layers={layers}", "model.n_layers=4"), random_tokens(2, 24), Cache()
+    with torch.inference_mode():
+        parts = [model.last_logits(part, part.shape[1], NO_CHANGE, cache) for part in tokens.split([13, 1, 10], dim=1)]
+        assert (torch.cat(parts, 1) - model(tokens)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("pos", ["kerple", "fire", "cope", "t5_bias"])
+def test_masks_are_made_for_a_block_of_queries_at_a_time(pos, monkeypatch):
+    plain, sizes = attention.attend_masked, []
+
+    def recorded(q, k, v, mask, scale=None):
+        sizes.append(mask.shape[-2:])
+        return plain(q, k, v, mask, scale)
+
+    monkeypatch.setattr(attention, "attend_masked", recorded)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
+    with torch.no_grad():
+        model_with(pos)(random_tokens(1, 40))
+    assert sizes == 2 * [(16, 16), (16, 32), (8, 40)]
+
+
+# ---- parameters ----
+
+
 @pytest.mark.parametrize("pos", [*REFERENCES, "kerple", "fire"])
 def test_all_parameters_learn_and_are_restored(pos):
     cfg = train_settings(f"pos={pos}", *SMALL)

@@ -1,5 +1,6 @@
 """torchrun with 2 gloo processes on the CPU: the same run as with one, stopped, killed, resumed at another number."""
 
+import functools
 import json
 import os
 import re
@@ -14,10 +15,10 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from engine import checkpoint, distributed
+from engine import checkpoint, compile as compiling, distributed
 from engine.ddp_fsdp import ANOTHER_RANK_DIED, ManyProcesses
 from engine.recompute import recompute_blocks
-from model import gpt
+from model import attention, gpt
 from tests.helpers import ROOT, SMALL, run_eval, run_train, train_settings
 
 STEPS = 120
@@ -295,6 +296,22 @@ def test_recomputed_blocks_give_the_same_gradients_with_less_memory():
         assert list(model.state_dict()) == list(gpt.build(train_settings("pos=rope", *SMALL), 50).state_dict())
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert kept[1] < kept[0] / 3
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputed_blocks_can_be_compiled(recompute, monkeypatch, capsys):
+    """As on a GPU by default; aot_eager traces as Inductor does, and compiles in a second."""
+    x = torch.randint(50, (2, 33), generator=torch.Generator().manual_seed(0))
+    model = gpt.build(train_settings("pos=rope", *SMALL), 50)
+    want = torch.autograd.grad(model.losses(x[:, :-1], x[:, 1:]).mean(), list(model.parameters()))
+    monkeypatch.setattr(compiling.torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(attention, "attend_blocks", attention.attend_blocks)
+    if recompute:
+        recompute_blocks(model)
+    compiling.compile_blocks(model)
+    got = torch.autograd.grad(model.losses(x[:, :-1], x[:, 1:]).mean(), list(model.parameters()))
+    assert all((a - b).abs().max() < 1e-6 for a, b in zip(got, want, strict=True))
+    assert not compiling.failed and not capsys.readouterr().err
 
 
 def test_rows_that_cannot_be_shared_evenly_are_one_line(monkeypatch):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import os
 import subprocess
 import sys
@@ -124,6 +125,21 @@ def test_commands_with_many_lengths_do_not_use_cudnns_attention():
             assert torch.backends.cuda.cudnn_sdp_enabled() != many_lengths
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@pytest.mark.parametrize("name, function", [("eval", "evaluate"), ("sample", "sample")])
+def test_evaluation_and_decoding_are_such_commands(name, function, monkeypatch):
+    class Started(Exception):
+        pass
+
+    def start(device, kernel, many_lengths=False):
+        assert many_lengths
+        raise Started
+
+    command = importlib.import_module(name)
+    monkeypatch.setattr(command.devices, "start", start)
+    with pytest.raises(Started):  # the first thing that they do
+        getattr(command, function)(types.SimpleNamespace(device="cpu", kernel="auto"))
 
 
 @pytest.mark.parametrize("gigabytes, blocks", [(141, 1), (80, 2), (24, 5)])
@@ -308,12 +324,17 @@ def gpu_check(here: Path, stage: str, **env: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage, steps", [("a", 5), ("b", 2)])
+@pytest.mark.parametrize("stage, steps", [("a", 6), ("b", 2), ("c", 2), ("d", 1)])
 def test_the_stages_for_a_borrowed_gpu_are_rehearsed_on_a_cpu(stage, steps, here):
-    """Also on an image without wandb: the module that stands in for it comes first here."""
-    done = gpu_check(here, stage, PYTHON=sys.executable, PYTHONPATH=str(ROOT / "bench/stand_ins"))
+    """Also on an image without wandb: importing it fails here."""
+    (here / "absent").mkdir()
+    (here / "absent/wandb.py").write_text("raise ImportError('there is no wandb')")
+    settings = {"PYTHON": sys.executable, "PYTHONPATH": str(here / "absent")}
+    if stage == "c":
+        assert gpu_check(here, "b", **settings).returncode == 0  # trains the model that is evaluated
+    done = gpu_check(here, stage, **settings)
     assert done.returncode == 0 and done.stdout.count(" ok ") == steps, done.stdout + done.stderr
-    table = here / "out" / {"a": "rope_kernel.csv", "b": "gpu_step.csv"}[stage]
+    table = here / "out" / {"b": "gpu_step.csv", "d": "matrix-h200.jsonl"}.get(stage, "rope_kernel.csv")
     assert len(table.read_text().splitlines()) >= 3
 
 
@@ -335,6 +356,6 @@ esac
     (here / "second").touch()
     second = gpu_check(here, "a", PYTHON=str(python))
     ran = [line.split("/")[-1].split()[0] for line in (here / "calls").read_text().splitlines() if "import" not in line]
-    assert second.returncode == 0 and second.stdout.count("done before") == 3 and len(ran) == 2, second.stdout
+    assert second.returncode == 0 and second.stdout.count("done before") == 4 and len(ran) == 2, second.stdout
     late = gpu_check(here, "a", PYTHON=str(python), OUT=str(here / "late"), STAGE_SECONDS="3")
-    assert late.returncode == 1 and late.stdout.count("no time left: run this stage again") == 5
+    assert late.returncode == 1 and late.stdout.count("no time left: run this stage again") == 6

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from conf.registry import choices
 from measure.curves import read_curve
@@ -57,6 +58,39 @@ class ToyTable(Learned):
 build = ToyTable
 ''',
     "conf/pos/toy_table.yaml": "kind: toy_table\nmax_positions: ${ctx}\n",
+    # parameters in every layer, which see its input
+    "model/pos/toy_content.py": '''
+from torch import nn
+
+from model import attention
+from model.content_attention import map_queries
+from model.pos import Encoding
+
+
+class Sharpness(nn.Module):
+    def __init__(self, shape, layer: int):
+        super().__init__()
+        self.layer, self.linear = layer, nn.Linear(shape.width, shape.n_heads)
+
+    def forward(self, x, heads, pos, positions, change, cache):
+        scored = x[:, -heads.q.shape[2] :]
+        factor = 1 + (1 + self.layer) * self.linear(scored).tanh().transpose(1, 2).unsqueeze(-1)  # [B, H, S, 1]
+        return attention.attend(map_queries(heads, lambda q: (q * factor).to(q.dtype)), pos, positions, change)
+
+
+class ToyContent(Encoding):
+    def layer_module(self, layer):
+        return Sharpness(self.shape, layer)
+
+
+build = ToyContent
+''',
+    "conf/pos/toy_content.yaml": "kind: toy_content\n",
+    "conf/layers/toy_layers.yaml": """pattern: AB
+last: null
+A: { pos: toy_content, base: null, window: 5, sinks: 1, scaled: false }
+B: { pos: null, base: null, window: null, sinks: 0, scaled: true }
+""",
     "model/scaling/toy_half.py": '''
 from model.scaling import ContextChange
 
@@ -150,6 +184,16 @@ def test_toys_train_and_are_evaluated(toys):
 
 
 @pytest.mark.process
+def test_a_toy_schedule_with_an_encoding_that_sees_content_is_trained_and_evaluated(toys):
+    settings = ("steps=2", "pos=toy", "layers=toy_layers", "data=toy_corpus", "name=mixed")
+    run(toys, "train.py", "exp=smoke", *settings)
+    out = run(toys, "eval.py", "run=mixed", "ctx=[64,128]", "documents=3", "scaling=toy_half")
+    assert "toy_layers" in out and "toy_half" in out
+    weights = torch.load(toys / "runs/mixed/ckpt.pt", weights_only=True)["model"]
+    assert [name for name in weights if "content.linear.bias" in name] == ["blocks.0.attention.content.linear.bias"]
+
+
+@pytest.mark.process
 def test_the_tests_of_every_entry_need_no_edit_for_the_toys(toys):
     """The default tests iterate over the yaml files: those of the toys pass in the copy."""
     files = [f"tests/test_{name}.py" for name in ("pos", "attention", "scaling", "sample", "eval", "data", "registry")]
@@ -160,6 +204,7 @@ def test_the_tests_of_every_entry_need_no_edit_for_the_toys(toys):
     assert done.returncode == 0, done.stdout[-3000:]
     for passed in (
         "test_pos.py::test_causality_by_gradient[toy]",
+        "test_pos.py::test_causality_by_gradient[toy_content]",
         "test_pos.py::test_a_table_of_positions_ends_with_an_error_never_a_clamp[toy_table]",
         "test_scaling.py::test_factor_one_changes_no_bit[toy_half]",
         "test_scaling.py::test_what_needs_frequencies_is_not_applicable_to_encodings_without[toy_window]",
