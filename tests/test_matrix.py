@@ -13,6 +13,7 @@ import torch
 from conf.errors import UserError
 from conf.layer_schedule import resolve_layers
 from conf.registry import yaml_values
+from engine import checkpoint
 from engine.run import Run
 from measure.curves import read_curve
 from measure.evaluation import NONE, WINDOW, Evaluation
@@ -184,6 +185,28 @@ def test_a_small_matrix_runs_and_skips_what_is_done(which, here, monkeypatch, ca
     matrix.main()
     assert "0 to do" in capsys.readouterr().out
     assert (here / "rows.jsonl").stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_small_plan_of_layers_runs_and_the_copies_for_other_scaling_have_the_same_weights(here, monkeypatch, capsys):
+    names = ("rope-s0", "drope-s0", "swan-s0", "gemma3-s0", "gemma3_all_scaled-s0")
+    args = ("smoke", "--plan", "layers", "--only", ",".join(names), "--out", "rows.jsonl")
+    done = command("-m=studies.matrix", *args, cwd=here)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(x) for x in (here / "rows.jsonl").read_text().splitlines()]
+    labels = {name: {row["label"] for row in rows if row["name"] == name} for name in names}
+    assert labels["drope-s0"] == labels["swan-s0"] == {"none", "window", "logn"}
+    assert labels["gemma3_all_scaled-s0"] == {"none", "window", "yarn"}
+    loss = {(row["name"], row["label"], row["n"]): row["loss"] for row in rows}
+    n = max(n for *_, n in loss)
+    assert loss["gemma3_all_scaled-s0", "none", n] == loss["gemma3-s0", "none", n]
+    assert loss["gemma3_all_scaled-s0", "yarn", n] != loss["gemma3-s0", "yarn", n]
+    weights = [checkpoint.load(here / "runs/matrix-smoke" / name)["model"] for name in names[-2:]]
+    assert all(torch.equal(a, b) for a, b in zip(*(w.values() for w in weights), strict=True))
+    monkeypatch.setattr(sys, "argv", ["matrix", *args])
+    matrix.main()
+    assert "0 to do" in capsys.readouterr().out
 
 
 def test_the_settings_of_the_gpu_study_train_at_reduced_size(here):
