@@ -1,4 +1,7 @@
-"""Encodings that see content, KERPLE and FIRE: against the papers' formulas, written out pair by pair in float64."""
+"""Encodings that see content, KERPLE and FIRE: against the papers' formulas, written out pair by pair in float64.
+
+tests/test_upstream.py compares with outputs of other authors' code.
+"""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""SelfExtend and Dual Chunk Attention: the relative positions of every pair, written out by loops over chunks."""
+"""SelfExtend and Dual Chunk Attention: the relative positions of every pair, written out by loops over chunks.
+
+tests/test_upstream.py compares with outputs of the authors' code.
+"""
 
 import math
 
@@ -18,7 +21,10 @@ T = 24
 
 
 def self_extend(w: int, group: int) -> torch.Tensor:
-    """LongLM's self_extend_patch/Llama.py: group positions everywhere, replaced by the plain ones for neighbours."""
+    """In the order of LongLM's code: group positions everywhere, replaced by the plain ones for neighbours.
+
+    w // group is rounded down as in its Llama_4_40.py; its Llama.py does not round it.
+    """
     relative = torch.zeros(T, T, dtype=torch.float64)
     for m in range(T):
         for n in range(m + 1):
@@ -29,7 +35,9 @@ def self_extend(w: int, group: int) -> torch.Tensor:
 
 
 def dual_chunk(s: int, c: int) -> torch.Tensor:
-    """ChunkLlama's forward: one chunk of queries after another, with tables for the keys before, and those before."""
+    """In the order of ChunkLlama's forward, without its factor on cos and sin: one chunk of queries after another, with
+    tables for the keys before, and those before.
+    """
     k = [n % s for n in range(T)]
     q = list(range(s))
     q_next = [min(i + s, c) for i in range(s)]

@@ -7,7 +7,8 @@ on the chunk of the key:
     the chunk before         min(m mod s + s, c), so that `local` = c - s tokens keep their distance across the border
     an earlier chunk         min(2 s - 1, c)
 
-As in the authors' code, c is 3 L / 4 and `local` is L / 8; the paper has c = L - 1. Evaluation only.
+As in the authors' code, c is 3 L / 4 and `local` is L / 8; the paper has c = L - 1. That code also multiplies all cos
+and sin by 0.05 ln(n / L) + 1 in texts of n > L tokens; here, as in the paper, there is no such factor. Evaluation only.
 """
 
 from dataclasses import dataclass

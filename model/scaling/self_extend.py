@@ -2,7 +2,9 @@
 
 The nearest w keys keep their distance to the query. For keys that are further away, each group of `group` tokens shares
 one position: key n is rotated as if at n // group, and query m as if at m // group + w - w // group. The second term
-makes the distances of groups continue from about w. Evaluation only.
+makes the distances of groups continue from about w. The authors' code divides w / group without rounding in some files
+(self_extend_patch/Llama.py) and rounds it down in others, which differs where group does not divide w; here it is
+always rounded down. Evaluation only.
 """
 
 import itertools

@@ -1,0 +1,141 @@
+"""Outputs of other authors' code for small inputs (tests/upstream.json), computed by ours.
+
+The file has the repository, commit and path of each case; remake it with `python -m tests.upstream CHECKOUTS`.
+"""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
+from tests.helpers import encoding_of, model_of, train_settings
+from tests.upstream import CASES, FILE, projection, wave
+
+ROWS = json.loads(FILE.read_text())
+TOLERANCE = 5e-6  # the file has six decimals, and angles are float32
+
+
+def frozen(case: str) -> pytest.MarkDecorator:
+    """The test runs for every row of this case: its inputs and outputs."""
+    rows = [(row["inputs"], torch.tensor(row["outputs"], dtype=torch.float64)) for row in ROWS if row["case"] == case]
+    return pytest.mark.parametrize("given, want", rows, ids=[str(row) for row in range(len(rows))])
+
+
+class Layer:
+    """An attention layer with the projections of the file, whose output is that of the heads, side by side."""
+
+    def __init__(self, given: dict[str, Any], pos: str, *overrides: str, **content: Tensor):
+        """content: the parameters of an encoding that sees content, as layer.content has them."""
+        self.T, H, G, D = (given[key] for key in "THGD")
+        sizes = (f"model.n_heads={H}", f"model.n_kv_heads={G}", f"model.width={H * D}")
+        model = model_of(pos, *sizes, *overrides)
+        self.x, weight = projection(self.T, H, G, D)
+        self.pos, self.attention, self.shape = model.pos, model.blocks[0].get_submodule("attention"), (self.T, H, D)
+        parameters = {f"content.{name}": value for name, value in content.items()}
+        self.attention.load_state_dict({"qkv.weight": weight, "out.weight": torch.eye(H * D), **parameters})
+
+    def scaled(self, knobs: dict[str, Any], L: int) -> ContextChange:
+        """What a scaling method does to the whole text if the trained context is L."""
+        assert self.pos.inv_freq is not None
+        return resolve(knobs, TrainedContext("rope", L, self.pos.inv_freq), self.T, self.T)
+
+    def output(self, change: ContextChange = NO_CHANGE) -> Tensor:
+        """[T, H, D]"""
+        positions = torch.arange(self.T)
+        with torch.no_grad():
+            prepared = self.pos.prepare(positions, change)
+            return self.attention(self.x[None], self.pos, positions, prepared, change).view(self.shape)
+
+
+def check(got: Tensor, want: Tensor) -> None:
+    assert got.shape == want.shape
+    assert (got - want).abs().max() < TOLERANCE
+
+
+def test_the_file_has_the_cases_of_the_script():
+    assert [(row["case"], row["inputs"]) for row in ROWS] == [(f.__name__, inputs) for f, _, inputs in CASES]
+    sources = [row["source"] for row in ROWS]
+    assert [f"{source['repository']}/{source['path']}" for source in sources] == [source for _, source, _ in CASES]
+    assert all(len(source["commit"]) == 40 for source in sources)
+
+
+# ---- encodings ----
+
+
+@frozen("fox")
+def test_fox_equals_flash_linear_attention(given: dict[str, Any], want: Tensor):
+    H, D = given["H"], given["D"]
+    gate = {"gate.weight": wave(3, H, H * D), "gate.bias": wave(4, H)}
+    check(Layer(given, "fox", "pos.base=null", **gate).output(ContextChange(window=given["window"])), want)
+
+
+@frozen("cope")
+def test_cope_equals_x_transformers(given: dict[str, Any], want: Tensor):
+    """Theirs is the listing of the paper's appendix B, and as there the gates are of scores divided by sqrt(D)."""
+    table = wave(5, given["positions"], given["D"]).T
+    check(Layer(given, "cope", f"pos.positions={given['positions']}", table=table).output(), want)
+
+
+def bias(pos: str, given: dict[str, Any], knobs: list[str], parameters: dict[str, Tensor]) -> Tensor:
+    """[H, T, T], and 0 where the key is after the query."""
+    encoding, positions = encoding_of(pos, "model.n_heads=2", *knobs).double(), torch.arange(given["T"])
+    encoding.load_state_dict(parameters)
+    with torch.no_grad():
+        result = encoding.bias(positions, positions)
+    assert result is not None
+    return result.tril()
+
+
+@frozen("kerple")
+def test_kerple_equals_dape(given: dict[str, Any], want: Tensor):
+    parameters = {f"log_{x}": torch.tensor(given[x], dtype=torch.float64).log() for x in "pa"}
+    check(bias("kerple", given, [], parameters), want.tril())
+
+
+@frozen("fire")
+def test_fire_equals_dape(given: dict[str, Any], want: Tensor):
+    hidden, H = given["hidden"], given["H"]
+    mlp = {"0.weight": (hidden, 1), "0.bias": (hidden,), "2.weight": (H, hidden), "2.bias": (H,)}
+    parameters = {f"mlp.{name}": wave(seed, *shape) for seed, (name, shape) in enumerate(mlp.items(), start=6)}
+    parameters |= {key: torch.tensor([given[key]]) for key in ("c", "multiplier")}
+    knobs = [f"pos.hidden={hidden}", f"pos.context={4 * given['threshold']}"]
+    check(bias("fire", given, knobs, parameters), want.tril())
+
+
+# ---- maps of positions ----
+
+
+@frozen("self_extend")
+def test_self_extend_equals_longlm(given: dict[str, Any], want: Tensor):
+    """In the first row the group divides the window; for other groups their Llama.py has fractions of positions here.
+
+    The second row is of their Llama_4_40.py, which rounds down as we do.
+    """
+    layer = Layer(given, "rope")
+    change = layer.scaled({"kind": "self_extend", "size": given["window"], "group": given["group"]}, 16)
+    check(layer.output(change), want)
+
+
+@frozen("dual_chunk")
+def test_dual_chunk_equals_chunkllama(given: dict[str, Any], want: Tensor):
+    """The third row has their factor on cos and sin for a text longer than max_position_embeddings: we have none."""
+    layer = Layer(given, "rope")
+    change = layer.scaled({"kind": "dual_chunk", "size": None, "local": given["local"]}, given["L"])
+    assert change.attention_factor == 1
+    factor = 1 + 0.05 * math.log(given["T"] / given["unscaled"])
+    check(layer.output(ContextChange(position_map=change.position_map, attention_factor=factor)), want)
+
+
+# ---- layers ----
+
+
+@frozen("windows")
+def test_sssl_has_the_windows_of_nanochat(given: dict[str, Any], want: Tensor):
+    """Of January to March 2026. They count the tokens before the query's own, we count that, too: we see one less."""
+    ctx, n_layers = given["ctx"], given["n_layers"]
+    layers = train_settings("layers=sssl", f"model.n_layers={n_layers}", f"ctx={ctx}", f"batch_tokens={ctx}").layers
+    assert [layers[letter]["window"] or ctx for letter in layers["pattern"]] == want.tolist()
