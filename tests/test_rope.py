@@ -535,11 +535,25 @@ def test_a_cpu_process_does_not_import_the_kernel():
 # ---- machine code for a Hopper GPU, compiled without one ----
 
 
+# Columns of results/sass.jsonl that together name a variant of the kernel
+VARIANT = ("dtype", "interleaved", "D", "P", "scale")
+
+
+def stored_machine_code() -> dict[tuple, dict]:
+    """The rows of results/sass.jsonl by (triton, whether it is the kernel before this tile, *VARIANT)."""
+    rows = map(json.loads, (ROOT / "results/sass.jsonl").read_text().splitlines())
+    return {
+        (row["triton"], row["commit"] == "01b96d0", *(row[name] for name in VARIANT)): row
+        for row in rows if "registers" in row
+    }  # fmt: skip
+
+
 @pytest.mark.process
 def test_machine_code_for_sm_90_and_one_compile_for_all_shapes():
     """Tokens and heads are read and written in 128 bits each, once, the first of them before the angles are computed.
 
-    No shared memory, shuffles, spills, stack or float64; in every version of Triton the same layout.
+    No shared memory, shuffles, spills, stack or float64; in every version of Triton the same layout. The rows of this
+    version in results/sass.jsonl are of this kernel.
     """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -558,8 +572,38 @@ def test_machine_code_for_sm_90_and_one_compile_for_all_shapes():
         assert row["stores"] == row["stores_128"] == accesses and row["loads_128"] == accesses + phases, row
         assert f"sizePerThread [1, {lane}]" in row["layout"] and row["loads_before_angles"] >= 1, row
         assert row["registers"] <= (64 if whole else 96), row
-        assert row["fp64"] <= ("scale" in row), row  # a scale typed as float64 is rounded, and nothing else
+        assert row["fp64"] == 0 and row["fp64_conversions"] <= (row["scale"] == "fp64"), row  # it is rounded
+        assert row["bytes_per_element"] == 2 * getattr(torch, row["dtype"]).itemsize, row  # one read, one write
+        kept = stored_machine_code().get((row["triton"], False, *(row[name] for name in VARIANT)))
+        assert kept is None or {**kept, "commit": row["commit"]} == row, "another kernel: write results/sass.jsonl anew"
     assert len(lines) == 6
+
+
+def test_the_table_of_machine_code_in_the_documentation_is_that_of_the_stored_rows():
+    rows, text = stored_machine_code(), (ROOT / "docs/kernel.md").read_text()
+    versions = ("3.6.0", "3.7.1", "3.9.0")
+    assert len(rows) == len(versions) * 2 * 6 and {key[0] for key in rows} == {*versions}
+
+    def cell(row: dict) -> str:
+        shared = f"; {row['shared'] // 1024} KB of shared memory" if row["shared"] else ""
+        doubles = f"; {row['fp64']} in float64" if row["fp64"] else ""
+        return f"{row['instructions']}, {row['registers']}{shared}{doubles}"
+
+    for name, interleaved, P, scale in (
+        ("split pairs", False, 64, "fp32"), ("interleaved pairs", True, 64, "fp32"),
+        ("half of each head", False, 32, "fp32"), ("split pairs, float64 scale", False, 64, "fp64"),
+    ):  # fmt: skip
+        for before in (True, False):
+            variant = [rows[version, before, "bfloat16", interleaved, 128, P, scale] for version in versions]
+            (moved,) = {row["bytes_per_element"] for row in variant}
+            cells = (name + ", before" * before, *map(cell, variant), f"{moved:.0f}")
+            assert f"| {' | '.join(cells)} |" in text, cells
+            assert before or len({row["layout"] for row in variant}) == 1
+            assert before or name.startswith("half") or f"`{variant[0]['layout']}`" in text
+    for key, row in rows.items():
+        assert row["bytes_per_element"] == 2 * getattr(torch, row["dtype"]).itemsize
+        assert key[1] or row["layout"] == rows[(versions[0], *key[1:])]["layout"]
+        assert key[1] or row["fp64"] == row["shared"] == row["shuffles"] == row["local"] == row["stack"] == 0
 
 
 # ---- inside the GPT ----
