@@ -99,7 +99,11 @@ def peer_step(cfg: TrainConfig) -> Callable[[], None]:
 
 
 def our_step(cfg: TrainConfig, compiled: bool) -> Callable[[], None]:
-    """The training step of train.py with these settings, on one CPU. It sets malloc, for the peers as well."""
+    """The training step of train.py with these settings, on one CPU.
+
+    It sets malloc, and that numbers below 1e-38 are 0, for the peers as well.
+    """
+    torch.set_flush_denormal(True)
     keep_freed_memory()
     model = gpt.build(cfg, VOCAB)
     optimizer = make_optimizer(model, cfg.optim)

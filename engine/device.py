@@ -24,6 +24,9 @@ def start(device: str, kernel: str, many_lengths: bool = False) -> torch.device:
     lengths, for each of which cuDNN's attention would first search a plan (0.4 s), so it is switched off. UserError if
     the device or the kernel cannot be used here.
     """
+    # On a CPU an operation with numbers below 1e-38 takes ten times as long: FoX's probabilities double a step's time.
+    # Threads inherit this from the one that starts them, so it comes before the first operation.
+    torch.set_flush_denormal(True)
     chosen = pick_device(device)
     torch.backends.cuda.enable_cudnn_sdp(not many_lengths)
     try:

@@ -389,6 +389,21 @@ def test_training_on_a_cpu_keeps_freed_memory(here, monkeypatch):
     assert calls == [1]
 
 
+DENORMAL = """
+import torch
+from engine import device as devices
+devices.start("cpu", "auto")
+x = torch.full((2**22,), 1e-20)
+print(torch.get_num_threads(), (x * x).count_nonzero().item())
+"""
+
+
+@pytest.mark.process
+def test_numbers_that_slow_a_cpu_down_are_zero_in_all_threads():
+    done = subprocess.run([sys.executable, "-c", DENORMAL], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[1] == "0", done.stdout  # as many as the other threads compute, without the setting
+
+
 # ---- training positions and attention ----
 
 
