@@ -62,6 +62,7 @@ def train(cfg: TrainConfig) -> None:
     is not finite. After SIGINT or SIGTERM the run is saved and the process exits with code 130 or 143.
     """
     # ---- settings: check all of them before anything is downloaded, built or written ----
+    torch.set_flush_denormal(True)  # before init= reads weights (devices.start says why)
     assert cfg.name is not None  # train_config sets it
     folder = Path(cfg.runs) / cfg.name
     parent = None

@@ -29,9 +29,9 @@ if [ "$stage" = wheels ]; then
         --abi cp312 --abi abi3 --abi none $platforms --platform any -d .wheels $packages
 fi
 
-site=${SITE:-/tmp/ropewalk-site}
+site=${SITE:-${TMPDIR:-/tmp}/ropewalk-site}
 export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
-if ! "$PYTHON" -c 'import hydra, omegaconf, tiktoken, sympy, pytest' 2> /dev/null && [ ! -d "$site" ]; then
+if ! "$PYTHON" -c 'import hydra, omegaconf, tiktoken, rustbpe, sympy, pytest' 2> /dev/null && [ ! -d "$site" ]; then
     "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$site" .wheels/*.whl ||
         { echo "error: packages are missing: first, with a network, bash bench/gpu_check.sh wheels"; exit 1; }
 fi
@@ -95,7 +95,7 @@ a)
         toy) selected=(tests/test_gpu.py -k "one_step_of_ddp or synchronises") ;;
         *) selected=(tests/test_gpu.py -k "on_cuda_as_on_a_cpu and (-$part-mha or -$part-gqa)") ;;
         esac
-        step "tests-$part" 200 "$PYTHON" -m pytest -q -n 0 -m gpu -p no:cacheprovider "${selected[@]}"
+        step "tests-$part" 400 "$PYTHON" -m pytest -q -n 0 -m gpu -p no:cacheprovider "${selected[@]}"
     done
     for shape in 0 1 3; do
         step "rope-$shape" 150 "${rope[@]}" --shapes $shape

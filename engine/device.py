@@ -25,7 +25,7 @@ def start(device: str, kernel: str, many_lengths: bool = False) -> torch.device:
     the device or the kernel cannot be used here.
     """
     # On a CPU an operation with numbers below 1e-38 takes ten times as long: FoX's probabilities double a step's time.
-    # Threads inherit this from the one that starts them, so it comes before the first operation.
+    # Threads inherit this from the one that starts them, so it comes before the first large operation.
     torch.set_flush_denormal(True)
     chosen = pick_device(device)
     torch.backends.cuda.enable_cudnn_sdp(not many_lengths)

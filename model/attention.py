@@ -237,8 +237,8 @@ def query_blocks(
         local = slice(0 if window is None else max(0, queries.start - window + 1), queries.stop)
         sinks = 0 if window is None else min(change.sinks, local.start)
         # Only the last keys can be in the future of a query, and only the first ones outside its window. Comparing all
-        # distances instead takes longer than the attention itself. The comparison of int32 indices compiles to code for
-        # a CPU that is twice as fast as that of triu, of int64 or of differences.
+        # distances instead takes longer than the attention itself. Comparing int32 indices compiles to code for a
+        # CPU that is twice as fast as triu, int64 indices or differences.
         count = stop - start
         key = torch.arange(count, device=q.device, dtype=torch.int32)
         query = key.unsqueeze(1)

@@ -139,7 +139,7 @@ def perplexity_table(rows: Rows) -> list[str]:
 def precisions(rows: Rows) -> list[str]:
     """Which runs were trained and evaluated in which dtype, if there are several."""
     runs: dict[str, list[str]] = {}
-    for run, dtype in dict.fromkeys((run_of(row), row["dtype"]) for row in rows):
+    for run, dtype in dict.fromkeys((run_of(row), row["dtype"]) for row in rows if "dtype" in row):
         runs.setdefault(dtype, []).append(f"`{run}`")
     if len(runs) < 2:
         return []

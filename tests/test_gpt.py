@@ -45,6 +45,7 @@ def test_sizes_are_as_documented():
     assert model.n_parameters() == pytest.approx(124e6, rel=0.01)
 
 
+@pytest.mark.process  # starts a compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gelu_in_compiled_code_equals_float64(dtype):
     """And its gradient: in float32 up to rounding, in bfloat16 with no larger errors than torch's own."""

@@ -1,6 +1,7 @@
 """Training runs that can be trusted: resume, signals, kills, full disks, bad losses; and every yaml of conf/ trains."""
 
 import math
+import os
 import platform
 import resource
 import shutil
@@ -396,12 +397,26 @@ devices.start("cpu", "auto")
 x = torch.full((2**22,), 1e-20)
 print(torch.get_num_threads(), (x * x).count_nonzero().item())
 """
+AFTER_INIT = """
+import torch, train
+from conf.compose import train_settings
+from engine import finetune
+def inherit(cfg):
+    x = torch.full((2**22,), 1e-20)
+    print(torch.get_num_threads(), (x * x).count_nonzero().item())
+    raise SystemExit
+finetune.inherit = inherit
+train.train(train_settings("name=x", "init=y"))
+"""
 
 
 @pytest.mark.process
-def test_numbers_that_slow_a_cpu_down_are_zero_in_all_threads():
-    done = subprocess.run([sys.executable, "-c", DENORMAL], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[1] == "0", done.stdout  # as many as the other threads compute, without the setting
+@pytest.mark.parametrize("code", [DENORMAL, AFTER_INIT])
+def test_numbers_that_slow_a_cpu_down_are_zero_in_all_threads(code):
+    """Threads that were started before the setting would not have it."""
+    env = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "0"], done.stdout
 
 
 # ---- training positions and attention ----

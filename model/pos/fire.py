@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from conf.errors import check
 from model.pos import Encoding, Shape
 
-PAIRS = 65_536  # of a query and a key, whose hidden layer is computed at a time: 8 MB, which stay in a CPU's cache
+# The hidden layer is computed for some queries at a time. On a CPU for so many pairs of a query and a key: 8 MB, which
+# stay in its cache
+PAIRS, ROWS = 65_536, 64
 
 
 class Fire(Encoding):
@@ -31,7 +33,8 @@ class Fire(Encoding):
         self.multiplier = nn.Parameter(torch.ones(1))  # of the threshold: Adam's steps suit parameters of size 1
 
     def bias(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        blocks = q_positions.split(max(1, PAIRS // k_positions.shape[-1]), dim=-1)
+        rows = max(1, PAIRS // k_positions.numel()) if k_positions.device.type == "cpu" else ROWS
+        blocks = q_positions.split(rows, dim=-1)
         return torch.cat([self.bias_of_rows(block, k_positions) for block in blocks], dim=-2)
 
     def bias_of_rows(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
