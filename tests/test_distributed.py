@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import train
 from conf.errors import UserError
-from engine import checkpoint, compile as compiling, distributed
+from engine import checkpoint, compile as compiling, ddp_fsdp, distributed
 from engine.ddp_fsdp import ANOTHER_RANK_DIED, ManyProcesses
 from engine.recompute import recompute_blocks
 from model import attention, gpt
@@ -146,6 +148,20 @@ def test_a_survivor_prints_its_line_before_it_unwinds(rank, line, monkeypatch, c
     assert stop.value.code == 1 and capsys.readouterr().err == line
     with pytest.raises(RuntimeError, match="a bug"), ranks.exit_if_a_rank_dies(True):
         raise RuntimeError("a bug of ours")
+
+
+def test_collectives_are_given_up_sooner_while_a_run_trains(tmp_path):
+    """Before training a rank may wait for a large corpus; during training a collective returns within minutes."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        group, ranks = dist.group.WORLD, object.__new__(ManyProcesses)
+        assert group is not None
+        backend = group._get_backend(torch.device("cpu"))
+        with ranks.exit_if_a_rank_dies(True):
+            assert backend.options._timeout == ddp_fsdp.TRAINING_TIMEOUT < ddp_fsdp.PREPARATION_TIMEOUT
+        assert backend.options._timeout == ddp_fsdp.PREPARATION_TIMEOUT
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.process
@@ -279,6 +295,23 @@ def test_sharding_gathers_bfloat16_exchanges_gradients_once_a_step_and_gives_up_
     Path("worker.py").write_text(WORKER)
     code, out, err = finish(torchrun(2, str(here / "worker.py")))
     assert code == 0 and out == "exchanged [0, 0, 1] failed True True\n", (out, err)
+
+
+@pytest.mark.parametrize("rank, shard, where", [("0", True, "cpu"), ("1", True, "meta"), ("1", False, "cpu")])
+def test_only_rank_0_builds_the_weights_of_a_sharded_model(rank, shard, where, here, monkeypatch):
+    built = []
+
+    def build(cfg, vocab_size):
+        built.append(torch.empty(1).device.type)
+        raise UserError("built")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(train.devices, "start", lambda *args: torch.device("cpu"))  # joins no process group
+    monkeypatch.setattr(train.gpt, "build", build)
+    with pytest.raises(UserError, match="built"):
+        train.train(train_settings("exp=smoke", f"shard={shard}"))
+    assert built == [where]
 
 
 def test_recomputed_blocks_give_the_same_gradients_with_less_memory():
