@@ -200,7 +200,7 @@ def controls(curves: Iterable[Curve]) -> dict[str, dict[int, Row]]:
     """run -> n -> the row of the better control at this length, the bar that a method has to beat.
 
     The two controls give the model as many tokens as it was trained on: `window` limits the attention of each query,
-    truncation the text. Truncation is no scaling at the window's length, on the same targets.
+    truncation the text. Truncation is no scaling at the longest trained length, on the same targets.
     """
     by_label = {(c.run, c.label): c.by_length() for c in curves}
     result: dict[str, dict[int, Row]] = {}
@@ -213,7 +213,7 @@ def controls(curves: Iterable[Curve]) -> dict[str, dict[int, Row]]:
 
 def better_control(window: Row, none: dict[int, Row]) -> Row:
     """The window control's row, or that of truncation if its loss on the common targets is lower. none: n -> row"""
-    truncated = none.get(window.window or window.n)
+    truncated = none.get(window.extended_ctx)
     if truncated is None or window.hits or truncated.targets_per_window != window.targets_per_window:
         return window
     common = sorted({*window.windows} & {*truncated.windows})

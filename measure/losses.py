@@ -32,7 +32,7 @@ def print_curves(task: Task, none: Curve, window: Curve, *others: Curve) -> None
         gained = f"{mean:>+9.3f} [{low:+.3f}, {high:+.3f}]{'' if bar.label == 'window' else ' t'}"
         print(f"{row.n:>7}{row.n / L:>7.2g}{cells}{row.factor:>8.3g}{interval:>15}{gained}")
     if any(bar.label != "window" for bar in bars):
-        print(f"t: the better control is truncation: only the last {bars[-1].window or bars[-1].n} tokens are given")
+        print(f"t: the better control is truncation: only the last {extended} tokens are given")
     if len({len(row.windows) for row in none.rows}) > 1:
         print("long lengths score fewer windows: their losses are those at L plus the difference on these windows")
     if requested.rows[-1].n > extended and requested.label != "window":
@@ -48,7 +48,8 @@ def verdict(row: Row, bar: Row) -> str:
     """A sentence: the gain of a method at one length, and whether its interval excludes 0."""
     mean, low, high = gain(row, bar)
     comparison = "better than" if low > 0 else "worse than" if high < 0 else "no different from"
-    control = f"seeing only {bar.window} tokens at a time" if bar.window else f"being given only {bar.n} tokens"
+    truncated = bar.label != "window"
+    control = f"being given only {bar.n} tokens" if truncated else f"seeing only {bar.window} tokens at a time"
     gained = f"{mean:+.3f} nats/token [{low:+.3f}, {high:+.3f}]"
     return f"gain over the better control at n={row.n} ({row.n / row.train_ctx:g}x): {gained}: {comparison} {control}"
 

@@ -138,7 +138,7 @@ def better_controls(windows: list[Row], truncated: dict[str, dict[int, Row]]) ->
 
     windows: the window control's row of each seed. truncated: run -> n -> its row without scaling.
     """
-    short = [truncated.get(row.run, {}).get(row.window or row.n) for row in windows]
+    short = [truncated.get(row.run, {}).get(row.extended_ctx) for row in windows]
     pairs = [(w, t) for w, t in zip(windows, short, strict=True) if t and comparable(w, t)]
     if len(pairs) < len(windows) or np.mean([difference(w, t)[0] for w, t in pairs]) <= 0:
         return windows
@@ -146,7 +146,7 @@ def better_controls(windows: list[Row], truncated: dict[str, dict[int, Row]]) ->
 
 
 def comparable(window: Row, truncated: Row) -> bool:
-    """Whether truncation is a control at the window's length: it has the same targets, and fewer tokens."""
+    """Whether truncation is a control of this window: it has the same targets, and fewer tokens."""
     same = window.targets_per_window == truncated.targets_per_window and {*window.windows} & {*truncated.windows}
     return bool(same) and not window.hits and window.n > truncated.n
 

@@ -256,7 +256,10 @@ def test_one_document_gives_no_interval_and_no_verdict():
     assert a.documents == 1
     mean, low, high = gain(b, a)
     assert mean == 0.5 and math.isnan(low) and math.isnan(high)
-    assert "no different from" in verdict(b, a)
+    assert verdict(b, a).endswith("no different from being given only 128 tokens")
+    in_windows = dataclasses.replace(a, window=16)  # all layers have one
+    assert verdict(b, in_windows).endswith("no different from being given only 128 tokens")
+    assert verdict(b, dataclasses.replace(in_windows, label="window")).endswith("seeing only 16 tokens at a time")
 
 
 def with_training_text(corpus: corpora.HeldOut, train: np.ndarray) -> Corpus:
@@ -370,9 +373,12 @@ def test_gains_are_of_the_windows_that_both_rows_have():
 
 
 def test_the_better_control_is_the_one_with_the_lower_loss_on_common_windows():
-    window = row([30.0, 30.0], (7,), n=8192, window=64, label="window")
+    window = row([30.0, 30.0], (7,), n=8192, window=64, extended_ctx=64, label="window")
     truncated = row([90.0, 20.0, 90.0, 20.0], (0, 7), n=64, window=None)
     assert better_control(window, {64: truncated}) is truncated
+    layers = dataclasses.replace(window, window=16)  # all layers have windows of 16, and the model was trained at 64
+    too_short = dataclasses.replace(truncated, n=16, nll=[0.0] * 4)
+    assert better_control(layers, {16: too_short, 64: truncated}) is truncated
     worse = dataclasses.replace(truncated, nll=[0.0, 40.0, 0.0, 40.0])  # its loss is lower on other windows only
     assert better_control(window, {64: worse}) is window
     assert better_control(window, {}) is window and better_control(window, {32: truncated}) is window
@@ -380,7 +386,7 @@ def test_the_better_control_is_the_one_with_the_lower_loss_on_common_windows():
     assert better_control(window, {64: elsewhere}) is window
     more_targets = dataclasses.replace(truncated, tokens=80)
     assert better_control(window, {64: more_targets}) is window
-    inside = row([30.0, 30.0], (7,), n=64, window=None, label="window")
+    inside = row([30.0, 30.0], (7,), n=64, window=None, extended_ctx=64, label="window")
     assert better_control(inside, {64: truncated}) is inside  # there the two are the same
     with_answer = dataclasses.replace(window, hits=[1.0, 0.0])
     assert better_control(with_answer, {64: truncated}) is with_answer

@@ -1,5 +1,6 @@
 """The HTML page of curves: its data, what it needs, and in headless Chromium that it opens and follows its boxes."""
 
+import dataclasses
 import html
 import json
 import math
@@ -108,6 +109,8 @@ def test_the_control_of_several_seeds_is_the_same_for_all():
     nones = [curve_of(f"rope-s{k}", "none", losses(4.0), seed=k) for k in (0, 1)]
     rows, truncated = [c.by_length()[128] for c in windows], {c.run: c.by_length() for c in nones}
     assert [row.n for row in page.better_controls(rows, truncated)] == [64, 64]
+    in_windows = [dataclasses.replace(row, window=16) for row in rows]  # all layers have one: truncation is still to L
+    assert [row.n for row in page.better_controls(in_windows, truncated)] == [64, 64]
     assert page.better_controls(rows[:1], truncated) == rows[:1]
     assert page.better_controls(rows, {}) == rows
 
