@@ -28,7 +28,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from conf.errors import UserError, check
-from conf.hydra_patches import run_main, sweep_job
+from conf.hydra_patches import init_keeps_groups, run_main, sweep_job
 from conf.registry import describe
 from conf.schema import TrainConfig, train_config
 from data import corpus as corpora
@@ -310,4 +310,4 @@ def print_end(cfg: TrainConfig, folder: Path, model: gpt.GPT, result: dict[str, 
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, init_keeps_groups)

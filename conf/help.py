@@ -58,8 +58,10 @@ def wrong_setting(config: str) -> str | None:
     known = {name.partition(".")[0] for name in names} | {"exp", "eval_exp", "hydra"}
     matches = (re.fullmatch(r"([+~]*)(\w+)([\w./]*)=(.*)", argument, flags=re.S) for argument in sys.argv[1:])
     given = [match.groups() for match in matches if match]
-    # A group of several choices, or one that an exp= may choose, has settings that are not known here
+    # A group of several choices, or one that exp= or the run of init= may choose, has settings that are not known here
     unknown = {name for _, name, rest, value in given if name == "exp" or (not rest and value not in choices(name))}
+    if config == "train" and any(name == "init" for _, name, _, _ in given):
+        unknown |= {"pos", "layers"} - {name for _, name, rest, _ in given if not rest}
     for sign, name, rest, value in given:
         wrong = name not in known
         if name in groups and not rest and value.startswith("["):

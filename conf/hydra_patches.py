@@ -8,7 +8,7 @@
    the failed jobs at the end (conf/sweeps.py). To delete when Hydra's basic launcher continues after a failed job.
 4. `run_main` can rewrite arguments before Hydra parses them. `exp=NAME` is a config group of train.py, so eval.py and
    sample.py cannot have a plain setting of that name (`exp_selects_runs`, `exp_sets_evaluation`). sample.py quotes its
-   prompt.
+   prompt. With init=RUN a setting of `pos` or `layers` is one of that run's (`init_keeps_groups`).
 5. hydra-core 1.4 warns of `version_base`, without which 1.3 warns. To delete, with the argument, with 1.3.
 """
 
@@ -85,6 +85,16 @@ def run_main(main: Callable[[], None], *rewrites: Callable[[str], str]) -> None:
         sys.argv[1:] = [rewrite(argument) for argument in sys.argv[1:]]
     hydra_utils.run_and_report = user_errors_in_one_line(run_jobs)  # ty: ignore[invalid-assignment]
     main()
+
+
+def init_keeps_groups(argument: str) -> str:
+    """pos.KNOB=VALUE -> ++pos.KNOB=VALUE with init=RUN and without pos=NAME, since the knob is one of that run's pos.
+
+    The default choice need not have it. The same for `layers`.
+    """
+    given = {other.lstrip("+~").partition("=")[0] for other in sys.argv[1:]}
+    group = argument.partition(".")[0]
+    return f"++{argument}" if "init" in given and group in {"pos", "layers"} - given else argument
 
 
 def exp_selects_runs(argument: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from conf.errors import UserError, check
-from conf.registry import choices, has_type, yaml_name, yaml_values
+from conf.registry import choices, describe as describe_knobs, has_type, yaml_name, yaml_values
 from conf.schema import TrainConfig
 
 TYPES: dict[str, Any] = {"pos": str | None, "base": float | None, "window": float | None, "sinks": int, "scaled": bool}
@@ -38,6 +38,20 @@ def resolve_layers(cfg: TrainConfig) -> dict[str, Any]:
         reason = f"with model.n_layers={n_layers} no layer is {lacking[0]}"
         raise UserError(f"layers.pattern={pattern}: {reason}: choose another pattern or more layers")
     return {"pattern": of_layers, **{x: resolve_letter(x, letters[x], cfg) for x in dict.fromkeys(of_layers)}}
+
+
+def change_schedule(layers: dict[str, Any], changes: dict[str, Any], cfg: TrainConfig) -> dict[str, Any]:
+    """A resolved schedule with other settings of some of its letters, such as changes={"L": {"window": 32}}."""
+    result = dict(layers)
+    for letter, given in changes.items():
+        right = f"of a letter of {layers['pattern']}; another pattern needs layers=NAME"
+        check(letter in set(layers["pattern"]) and isinstance(given, dict), f"layers.{letter}", given, right)
+        was = layers[letter]
+        values = {key: was[key] for key in ("window", "sinks", "scaled")} | given
+        result[letter] = resolve_letter(letter, values, replace(cfg, pos=was["pos"] or cfg.pos))
+        if not given.keys() & {"pos", "base"}:
+            result[letter]["pos"] = was["pos"]
+    return result
 
 
 def check_resolved(cfg: TrainConfig) -> None:
@@ -108,19 +122,26 @@ def window_in_tokens(setting: str, window: float | None, sinks: int, ctx: int) -
 
 
 def describe_layers(cfg: TrainConfig) -> str:
-    """The schedule's name, its pattern, and its settings that differ from the yaml: `swan (GLLL) L.window=32`."""
+    """The schedule's name, its pattern, and what differs from the yaml: `swan (GLLL) L.window=32, L.sinks=4`."""
     name = closest_yaml(cfg)
     flat = flatten(cfg.layers, cfg)
     usual = flatten(resolved_yaml(name, cfg), cfg) if name else {}
     changed = [f"{key}={value}" for key, value in flat.items() if key != "pattern" and usual.get(key, value) != value]
-    return " ".join([f"{name} ({cfg.layers['pattern']})", *changed])
+    return " ".join([f"{name} ({cfg.layers['pattern']})", ", ".join(changed)]).rstrip()
 
 
 def closest_yaml(cfg: TrainConfig) -> str:
-    """The name of the yaml of conf/layers from which the run's schedule differs least: the one that the user typed."""
-    names = [name for name in choices("layers") if name != "uniform"]
+    """The name of the yaml of conf/layers from which the run's schedule differs least: the one that the user typed.
+
+    Differences of windows count less: they are what users change most.
+    """
     settings = flatten(cfg.layers, cfg).items()
-    return min(names, key=lambda name: len(settings ^ flatten(resolved_yaml(name, cfg), cfg).items()))
+
+    def differences(name: str) -> tuple[int, int]:
+        unequal = settings ^ flatten(resolved_yaml(name, cfg), cfg).items()
+        return len([key for key, _ in unequal if not key.endswith(".window")]), len(unequal)
+
+    return min((name for name in choices("layers") if name != "uniform"), key=differences)
 
 
 def resolved_yaml(name: str, cfg: TrainConfig) -> dict[str, Any]:
@@ -139,5 +160,7 @@ def flatten(layers: dict[str, Any], cfg: TrainConfig) -> dict[str, str]:
     flat = {}
     for letter, values in layers.items():
         items = values.items() if isinstance(values, dict) else [(None, values)]
-        flat |= {letter if key is None else f"{letter}.{key}": str(value) for key, value in items}
-    return {key: str(cfg.pos) if key.endswith(".pos") and value == "None" else value for key, value in flat.items()}
+        for key, value in items:
+            text = describe_knobs("pos", value or cfg.pos) if key == "pos" else str(value)
+            flat[letter if key is None else f"{letter}.{key}"] = text
+    return flat

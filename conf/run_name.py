@@ -18,8 +18,9 @@ def default_name(c: TrainConfig) -> str:
     """
     hydra = HydraConfig.get()
     groups, settings = [], []
-    for override in sorted(typing.cast(list, OmegaConf.to_container(hydra.overrides.task))):  # as typed, with ${...}
-        key, _, value = override.lstrip("+~").partition("=")
+    typed = typing.cast(list, OmegaConf.to_container(hydra.overrides.task))  # with ${...}
+    for override in sorted(argument.lstrip("+~") for argument in typed):
+        key, _, value = override.partition("=")
         if key in ("model", "data", "optim", "exp", "scaling", "attention", "positions", "layers"):
             groups.append(value)
         elif key == "pos" and c.init:  # the parent's name comes first

@@ -59,9 +59,12 @@ def refuse_overrides(cfg: TrainConfig, *keys: str) -> None:
 def choose_encoding(cfg: TrainConfig, old: TrainConfig) -> None:
     """Set cfg.pos and cfg.layers to those of the parent, unless the command line changes them.
 
-    pos=NAME replaces the encoding, pos.KNOB=VALUE a knob of the parent's, layers=NAME the layer schedule. A change is
-    recorded in cfg.pretrained. UserError for a change after which the weights would be of no use.
+    pos=NAME replaces the encoding, pos.KNOB=VALUE a knob of the parent's, layers=NAME the layer schedule, layers.X.KEY
+    a setting of the parent's. A change is recorded in cfg.pretrained. UserError for a change after which the weights
+    would be of no use.
     """
+    from conf.layer_schedule import change_schedule, resolve_layers
+
     given = {o.partition("=")[0] for o in overrides()}
     if "pos" not in given:
         knobs = {key.removeprefix("pos."): cfg.pos[key.removeprefix("pos.")] for key in given if key.startswith("pos.")}
@@ -70,12 +73,11 @@ def choose_encoding(cfg: TrainConfig, old: TrainConfig) -> None:
             check(knob in old.pos, f"pos.{knob}", value, right)
         cfg.pos = {**old.pos, **knobs}
     if "layers" not in given:
-        if lone := sorted(key for key in given if key.startswith("layers.")):
-            raise UserError(f"{lone[0]}: needs layers=NAME beside it, or the layers are those of {cfg.init}")
-        cfg.layers = old.layers
+        if (lone := sorted(key for key in given if key.startswith("layers."))) and not old.layers:
+            raise UserError(f"{lone[0]}: needs layers=NAME beside it: {cfg.init} has no layer schedule")
+        changes = cfg.layers if lone else {}
+        cfg.layers = change_schedule(old.layers, changes, cfg) if changes else old.layers
     elif cfg.layers:
-        from conf.layer_schedule import resolve_layers
-
         cfg.layers = resolve_layers(cfg)
     before, now = rotations(old), rotations(cfg)
     if before and not {pairs for pairs, _ in now} <= {pairs for pairs, _ in before}:

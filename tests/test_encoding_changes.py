@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from conf.errors import UserError
+from conf.help import wrong_setting
+from conf.hydra_patches import init_keeps_groups
 from engine import checkpoint
 from engine.run import Run
 from model import spectrum
@@ -99,6 +101,29 @@ def test_rope_to_swan_keeps_the_frequencies_of_the_window_layers(there, capsys):
     capsys.readouterr()
 
 
+def test_a_setting_of_the_parents_schedule_or_encoding_is_changed_alone(there, monkeypatch, capsys):
+    """As typed: the default choices have no such setting."""
+    before = trained("olmo3").cfg.layers
+
+    def changed(*overrides: str) -> Run:
+        monkeypatch.setattr("sys.argv", ["train.py", *overrides])
+        typed = [init_keeps_groups(argument) for argument in overrides]
+        assert wrong_setting("train") is None
+        run_train(*typed, *FROZEN, "name=new", "fresh=true")
+        return trained("new")
+
+    run = changed("init=olmo3", "layers.L.window=16")
+    assert run.cfg.layers == {**before, "L": {**before["L"], "window": 16}}
+    assert "layers=olmo3 (LG) L.window=16: kept" in capsys.readouterr().out and same_weights("new", "olmo3")
+    run = changed("init=olmo3", "layers.L.base=500", "layers.L.sinks=2")
+    kinds = {letter: run.cfg.layers[letter] for letter in "LG"}
+    assert "layers=olmo3 (LG) L.pos=rope base=500, L.sinks=2: kept" in capsys.readouterr().out
+    assert kinds["L"] == {**before["L"], "pos": {**run.cfg.pos, "base": 500.0}, "sinks": 2}
+    assert kinds["G"] == before["G"]
+    assert changed("init=olmo3", "layers.G.pos=none").cfg.layers["G"] == {**before["G"], "pos": {"kind": "none"}}
+    assert changed("init=t5", "pos.buckets=8").cfg.pos == {**trained("t5").cfg.pos, "buckets": 8}
+
+
 def test_parameters_of_an_encoding_are_dropped_kept_or_new(there, capsys):
     def changed(*overrides: str) -> str:
         run_train(*overrides, *FROZEN, "name=new", "fresh=true")
@@ -123,7 +148,11 @@ def test_parameters_of_an_encoding_are_dropped_kept_or_new(there, capsys):
         (["init=rope", "pos=rope_interleaved"], r"pos=rope_interleaved does not fit the weights of rope: other dim"),
         (["init=rope", "pos=rope_partial"], r"init=rope: pos=rope_partial does not fit the weights of rope: other dim"),
         (["init=interleaved", "pos=ssmax"], r"pos=ssmax does not fit the weights of rope_interleaved: other dim"),
-        (["init=olmo3", "++layers.L.base=500"], r"layers\.L\.base: needs layers=NAME beside it"),
+        (["init=rope", "++layers.L.base=500"], r"layers\.L\.base: needs layers=NAME beside it: rope has no layer sch"),
+        (["init=olmo3", "++layers.S.window=5"], r"layers\.S=.*: must be of a letter of LG; another pattern needs lay"),
+        (["init=olmo3", "++layers.pattern=L"], r"layers\.pattern=L: must be of a letter of LG; another pattern needs"),
+        (["init=olmo3", "++layers.L.windwo=5"], r"layers\.L\.windwo=5: must be left out: a kind of layer has pos, ba"),
+        (["init=olmo3", "++layers.G.sinks=5"], r"layers\.G\.sinks=5: must be 0 without a window"),
         (["init=t5", "pos.base=500000"], r"pos\.base=500000: must be left out: pos=t5_bias of t5 has no base"),
         (["init=rope", "layers=olmo3", "layers.L.pos=xpos", "layers.L.window=-1"], r"layers\.L\.window=-1: must be"),
         (["init=rope", "model.width=32"], r"init=rope: model\.width=32 cannot be chosen, it comes from that run"),
@@ -141,3 +170,5 @@ def test_names_say_what_was_changed():
     assert train_settings("init=rope", "pos=none").name == "rope-to-none"
     assert train_settings("init=rope", "layers=swan").name == "rope-swan"
     assert train_settings("init=rope", "pos.base=500000").name == "rope-base500000"
+    for change in ("pos.base=500000", "++pos.base=500000"):  # as init_keeps_groups writes it
+        assert train_settings("init=rope", change, "ctx=128").name == "rope-ctx128-base500000"
