@@ -1,8 +1,8 @@
 """Published claims about newer encodings and layer schedules, tested on rows: python -m studies.layers
 
 The rows are those of `python -m studies.matrix --plan layers`, results/layers.jsonl. Writes results/layers.md: the
-perplexity of every run, and the claims, tested as those of studies.claims. A claim whose runs were not trained is "not
-run".
+perplexity of every run, its gain over the better control, and the claims, tested as those of studies.claims. A claim
+whose runs were not trained is "not run".
 """
 
 import argparse
@@ -15,7 +15,7 @@ from engine.checkpoint import write_atomically
 from studies.claims import claims_sections
 from studies.published import At, Check, Claim, L, no_worse, worse
 from studies.rows import Rows, read_rows, run_of, trained_ctx
-from studies.tables import header, line, perplexity
+from studies.tables import gain, gain_cells, header, line, perplexity
 
 HEAD = """# Newer encodings, layer schedules and changed encodings
 
@@ -33,6 +33,15 @@ scaling methods applied to all layers, and `abf` was trained at {four_L} in the 
 def rises_less(run: str, than: str, lengths: tuple[float, ...]) -> list[Check]:
     """The loss rises less from that at L than the loss of another run: for runs that are not equally good there."""
     return [Check(At(than, "none", n), At(run, "none", n), since=L) for n in lengths]
+
+
+GAINS = """## Gain over the better control
+
+The loss of the better control minus that of the run, in nats per token, with 95 % intervals over documents (one seed),
+past the longest context that the run was trained on. Both controls belong to the same run: the window control limits
+all its layers to that context, and truncation gives it only so much text. A model whose loss does not rise past L can
+still be without a gain, since the controls do not let it rise either. [matrix.md](matrix.md) explains q.
+"""
 
 
 # ---- the claims: add new ones at the end, their numbers are quoted ----
@@ -136,6 +145,19 @@ def perplexity_table(rows: Rows) -> list[str]:
     return lines
 
 
+def gain_table(rows: Rows) -> list[str]:
+    """A line for each run and method, with the gain over the better control at each length past the trained context."""
+    ns = sorted({row["n"] for row in rows})
+    pairs = [pair for pair in dict.fromkeys((run_of(row), row["label"]) for row in rows) if pair[1] != "window"]
+    cells = gain_cells([[gain(rows, *pair, n) if n > trained_ctx(rows, pair[0]) else "" for n in ns] for pair in pairs])
+    shown = [i for i in range(len(ns)) if any(of_pair[i] for of_pair in cells)]
+    lines = ["", GAINS, *header(["", *(f"n = {ns[i]}" for i in shown)])]
+    for (run, label), of_pair in zip(pairs, cells, strict=True):
+        name = f"`{run}`" if label == "none" else f"`{run}`, {label}"
+        lines.append(line([name, *(of_pair[i] for i in shown)]))
+    return lines
+
+
 def precisions(rows: Rows) -> list[str]:
     """Which runs were trained and evaluated in which dtype, if there are several."""
     runs: dict[str, list[str]] = {}
@@ -151,7 +173,8 @@ def report(rows: Rows) -> str:
     """The text of results/layers.md."""
     L = min(trained_ctx(rows, run_of(row)) for row in rows)
     measured, _ = claims_sections(rows, [], L, LAYER_CLAIMS)
-    return "\n".join([HEAD.format(L=L, four_L=4 * L), *perplexity_table(rows), *precisions(rows), *measured]) + "\n"
+    tables = [*perplexity_table(rows), *precisions(rows), *gain_table(rows)]
+    return "\n".join([HEAD.format(L=L, four_L=4 * L), *tables, *measured]) + "\n"
 
 
 def main() -> None:

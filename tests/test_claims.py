@@ -256,9 +256,17 @@ def test_the_report_of_layers_is_written_by_its_command(tmp_path, monkeypatch, c
     layers.main()
     text = Path("layers.md").read_text()
     assert text == capsys.readouterr().out[:-1] == layers.report(layer_study_rows())
-    [swan] = [line for line in text.splitlines() if line.startswith("| `swan`, logn |")]
-    losses = [row["nll"] for row in layer_study_rows() if (row["name"], row["label"]) == ("swan-s0", "logn")]
-    assert swan.split("|")[2:-1] == [f" {np.exp(np.mean(x) / 64):.1f} " for x in losses]
+    perplexities, gains = [line for line in text.splitlines() if line.startswith("| `swan`, logn |")]
+    rows = [row for row in layer_study_rows() if row["name"] == "swan-s0"]
+    of_swan = {(row["label"], row["n"]): np.mean(row["nll"]) / 64 for row in rows}
+    lengths = [n for label, n in of_swan if label == "logn"]
+    assert perplexities.split("|")[2:-1] == [f" {np.exp(of_swan['logn', n]):.1f} " for n in lengths]
+    # Past L, over the better control: the window control, or no scaling at L
+    bars = {n: min(of_swan["window", n], of_swan["none", 256]) for n in lengths if n > 256}
+    shown = [float(cell.split()[0]) for cell in gains.split("|")[2:-1]]
+    assert shown == pytest.approx([bars[n] - of_swan["logn", n] for n in bars], abs=6e-4) and len(bars) == 5
+    [abf] = [line for line in text.splitlines() if line.startswith("| `abf` |") and "[" in line]
+    assert abf.split("|")[2:4] == ["  ", "  "] and abf.count("[") == 3  # it was trained at 1024
     monkeypatch.setattr(sys, "argv", ["layers", "--rows", "layers.jsonl"])
     with pytest.raises(UserError, match=r"first python -m studies\.matrix --plan layers"):
         layers.main()
