@@ -11,6 +11,7 @@ from conf.registry import yaml_values
 from engine.device import uses_bfloat16
 from engine.run import Run, check_fits
 from hf.checkpoint import Checkpoint, open_folder
+from hf.families import FAMILIES
 from hf.read import read_checkpoint, read_corpus
 from model import gpt
 
@@ -60,5 +61,5 @@ def open_foreign(cfg: EvalConfig, *, ctx: int, scalings: Sequence[dict], runs: s
         step=0,
         digest=source.digest(settings.pretrained),
         scaling_follows_length=True,
-        notes=source.notes,
+        notes=(*source.notes, *FAMILIES[source.config.values["model_type"]].notes),
     )

@@ -137,7 +137,9 @@ def test_eval_names_the_schedule_and_measures_the_controls(here, capsys):
     write_documents(here)
     run_eval("run=hf:model", "data=text", "data.files=docs/*.txt", "ctx=64", "documents=2", "task.windows=1",
              "task.scored_tokens=16", "scaling=yarn", "dtype=float32")  # fmt: skip
-    assert "layers=gemma3 (LLGLL) L.window=12" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "layers=gemma3 (LLGLL) L.window=12" in out
+    assert "note: Gemma was trained with a beginning-of-text token; none is added here" in out
     files = {f.name.split("-")[0]: f.read_text() for f in (here / "runs/hf-model/eval").glob("*.jsonl")}
     losses = {label: json.loads(rows.splitlines()[-1])["loss"] for label, rows in files.items()}
     assert files.keys() >= {"none", "window", "yarn"} and len(set(losses.values())) == len(losses)
