@@ -93,7 +93,8 @@ class ModelConfig:
     mlp_ratio: Annotated[int, SIZE] = 4
     mlp_width: Annotated[int | None, SIZE] = None  # None: mlp_ratio * width, and 2/3 of it with a gate
     tied_head: bool = True
-    norm: Annotated[str, one_of("rms", "layer")] = "rms"  # layer: LayerNorm, with biases
+    norm: Annotated[str, one_of("rms", "layer")] = "rms"  # layer: LayerNorm
+    norm_bias: bool = True  # of LayerNorm; false: Cohere 2 and MPT
     norm_eps: Annotated[float, above(0)] = 1e-6
     qk_norm: bool = False  # divide each head of q and k by its root mean square
     qk_norm_weight: bool = False  # and multiply by a weight for each of its dimensions, as Qwen3
@@ -229,6 +230,7 @@ def train_config(cfg: DictConfig) -> TrainConfig:
     check(m.n_heads % m.kv_heads == 0, "model.n_kv_heads", m.n_kv_heads, f"a divisor of model.n_heads={m.n_heads}")
     for key in ("qk_norm_weight", "qk_norm_all_heads"):
         check(m.qk_norm or not getattr(m, key), f"model.{key}", getattr(m, key), "false without model.qk_norm")
+    check(m.norm == "layer" or m.norm_bias, "model.norm_bias", m.norm_bias, "true without model.norm=layer")
     check(not (m.tied_head and m.head_bias), "model.head_bias", m.head_bias, "false with model.tied_head")
     for key, rule in DATA_RULES.items():
         check(rule.holds(d.get(key)), f"data.{key}", d.get(key), rule.text)

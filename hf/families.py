@@ -26,7 +26,7 @@ from hf.layer_types import (
     with_layers,
 )
 from hf.rope_types import PositionSettings, read_rope, rope_object, rotary_part, without_rotation
-from hf.weight_names import ARCEE, BLOOM, COHERE2, GEMMA3, GPT2, GPTJ, LLAMA, MPT, NEOX, OLMO2, PHI3, Table, Take
+from hf.weight_names import ARCEE, BLOOM, GEMMA3, GPT2, GPTJ, LLAMA, MPT, NEOX, OLMO2, PHI3, Table, Take
 
 # hidden_act -> model.mlp, without and with a gate. Of several names for one function, the first is written.
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
@@ -244,7 +244,8 @@ def cohere2(c: Config, ctx: int, train_ctx: int | None) -> Settings:
         n_layers=c.count("num_hidden_layers"), n_heads=H, n_kv_heads=kv_heads(c, H), width=width,
         mlp=activation(c, "hidden_act", True, "silu"), mlp_width=c.count("intermediate_size"),
         tied_head=c.flag("tie_word_embeddings", default=True), qkv_bias=bias, out_bias=bias,
-        norm="layer", norm_eps=c.number("layer_norm_eps", default=1e-5, least=1e-20), residual="parallel_shared",
+        norm="layer", norm_bias=False, norm_eps=c.number("layer_norm_eps", default=1e-5, least=1e-20),
+        residual="parallel_shared",
     )  # fmt: skip
     c.number("logit_scale", default=0.0625)  # `fold_cohere2`
     if (head := c.count("head_dim", default=m.head_width)) != m.head_width:
@@ -354,7 +355,7 @@ def mpt(c: Config, ctx: int, train_ctx: int | None) -> Settings:
         n_layers=c.count("n_layers"), n_heads=H, width=width,
         mlp="gelu_exact", mlp_width=c.count("expansion_ratio", default=4) * width,
         tied_head=c.flag("tie_word_embeddings", default=True),
-        norm="layer", norm_eps=c.number("layer_norm_epsilon", default=1e-5, least=1e-20),
+        norm="layer", norm_bias=False, norm_eps=c.number("layer_norm_epsilon", default=1e-5, least=1e-20),
     )  # fmt: skip
     c.ignore(MPT_HARMLESS)
     c.require("no_bias", True)
@@ -386,7 +387,7 @@ FAMILIES = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), Fami
     "phi3": Family(llama, PHI3),
     **dict.fromkeys(("olmo2", "olmo3"), Family(llama, OLMO2)),
     "gemma3_text": Family(gemma3, GEMMA3, fold_gemma3, unfold_gemma3, (WITHOUT_BOS,)),
-    "cohere2": Family(cohere2, COHERE2, fold_cohere2),
+    "cohere2": Family(cohere2, LLAMA, fold_cohere2),
     "granite": Family(llama, LLAMA, fold_granite),
     "stablelm": Family(stablelm, LLAMA),
     "gpt_neox": Family(neox, NEOX),

@@ -156,7 +156,8 @@ def letters_of(kinds: list[tuple[bool, bool]]) -> list[str]:
 # ---- to config.json ----
 
 # The model_type that is written for a run with a layer schedule, by the one without
-WITH_LAYERS = {"llama": "smollm3", "qwen3": "qwen3", "olmo2": "olmo3", "gemma3_text": "gemma3_text"}
+WITH_LAYERS = {"llama": "smollm3", "qwen3": "qwen3", "olmo2": "olmo3", "gemma3_text": "gemma3_text",
+               "cohere2": "cohere2"}  # fmt: skip
 BY_TYPE = ("olmo3", "gemma3_text")  # with rope_parameters of each type of layer
 
 
@@ -192,7 +193,7 @@ def layer_keys(cfg: TrainConfig, model_type: str, layers: list[Layer]) -> dict[s
     def only(wanted: str | None = None) -> dict | None:
         """The rope_parameters that all layers of a type have, or of both types."""
         ropes = [layer.rope for layer, x in zip(layers, types, strict=True) if wanted in (None, x)]
-        ropes = [rope for rope in ropes if rope is not None or model_type != "smollm3"]
+        ropes = [rope for rope in ropes if rope is not None or model_type not in ("smollm3", "cohere2")]
         if any(rope is None or rope != ropes[0] for rope in ropes):
             what = "rope_parameters of each layer_types" if model_type in BY_TYPE else "the same base and scaling"
             raise UserError(
@@ -210,6 +211,11 @@ def layer_keys(cfg: TrainConfig, model_type: str, layers: list[Layer]) -> dict[s
         # Without a window transformers asks for one nevertheless, which no layer has
         return {"rope_parameters": ropes, "layer_types": types, "sliding_window": window or cfg.ctx}
     keys: dict[str, Any] = {"rope_parameters": only()}
+    if model_type == "cohere2":
+        if any((layer.rope is None) != (layer.window is None) for layer in layers):
+            what = "positions if they have a window, and else none"
+            raise UserError(f"layers={describe_layers(cfg)}: cannot be exported: the layers of cohere2 have {what}")
+        return keys | {"layer_types": types, "sliding_window": window}
     if model_type == "smollm3":
         keys["no_rope_layers"] = [int(layer.rope is not None) for layer in layers]
     if cfg.layers:

@@ -36,7 +36,6 @@ class Table(NamedTuple):
     outside: dict[str, str]
     layers: str  # the checkpoint's name of what is `blocks` in our GPT
     layer: dict[str, str | tuple[str, ...]]
-    zeros: tuple[str, ...] = ()  # endings of our parameters that the family does not have, and that are zeros here
 
 
 LLAMA = Table(
@@ -66,7 +65,6 @@ GEMMA3 = LLAMA._replace(
         "post_norm2": "post_feedforward_layernorm",
     }
 )
-COHERE2 = LLAMA._replace(zeros=("norm.bias", "norm1.bias"))
 NEOX = Table(
     {"tokens": "gpt_neox.embed_in", "norm": "gpt_neox.final_layer_norm", "head": "embed_out"},
     "gpt_neox.layers",
@@ -118,7 +116,6 @@ MPT = Table(
         "mlp.up": "ffn.up_proj",
         "mlp.down": "ffn.down_proj",
     },
-    zeros=("norm.bias", "norm1.bias", "norm2.bias"),
 )
 HEADS = ("lm_head.weight", "embed_out.weight")  # a file may have either in place of the other
 
@@ -154,9 +151,6 @@ def to_ours(table: Table, m: ModelConfig, shapes: Mapping[str, torch.Size], take
     for name, (rows, *columns) in shapes.items():
         if name == "head.weight" and m.tied_head:
             continue
-        if table.zeros and name.endswith(table.zeros):
-            ours[name] = torch.zeros(rows)
-            continue
         parts, layout = place(table, m, name, rows)
         if layout is Transposed and columns:
             (part,) = parts
@@ -175,7 +169,7 @@ def from_ours(table: Table, m: ModelConfig, ours: Mapping[str, Tensor]) -> dict[
     """The checkpoint's tensors, by their names there: the inverse of `to_ours`."""
     tensors = {}
     for name, x in ours.items():
-        if (name == "head.weight" and m.tied_head) or (table.zeros and name.endswith(table.zeros)):
+        if name == "head.weight" and m.tied_head:
             continue
         parts, layout = place(table, m, name, len(x))
         if layout is Transposed and x.dim() == 2:

@@ -30,7 +30,7 @@ from model.gpt import describe_encoding
 
 # model_type -> class name prefix
 CLASSES = {"llama": "Llama", "arcee": "Arcee", "qwen3": "Qwen3", "smollm3": "SmolLM3", "olmo2": "Olmo2",
-           "olmo3": "Olmo3", "gemma3_text": "Gemma3"}  # fmt: skip
+           "olmo3": "Olmo3", "gemma3_text": "Gemma3", "cohere2": "Cohere2"}  # fmt: skip
 
 
 def write_checkpoint(run: Run, out: Path) -> str:
@@ -88,25 +88,32 @@ def architecture(cfg: TrainConfig) -> str:
     """The model_type of transformers that computes the same function as this model. UserError if there is none."""
     m = cfg.model
     gated = m.mlp in ACTIVATIONS[True].values()
+    cohere = m.norm == "layer" and not m.norm_bias and m.residual == "parallel_shared" and gated
     other_norms = {"serial_post": "olmo2", "serial_both": "gemma3_text"}
     # setting -> whether its value, with the other settings, rules out every model_type that we write
     cannot = {
-        "norm": m.norm != "rms",
-        "residual": m.residual != "serial" and not (m.residual in other_norms and gated and m.qk_norm),
+        "norm": m.norm != "rms" and not cohere,
+        "residual": m.residual != "serial" and not (cohere or (m.residual in other_norms and gated and m.qk_norm)),
         "head_bias": m.head_bias,
+        "mlp_bias": m.mlp_bias and cohere,
+        "head_dim": cohere and m.head_width * m.n_heads != m.width,
         "width": m.width % m.n_heads > 0,
-        "qk_norm": m.qk_norm and not (gated and not m.mlp_bias),  # only Qwen3, OLMo 2, OLMo 3 and Gemma 3 have it
+        "qk_norm": m.qk_norm and (cohere or not gated or m.mlp_bias),  # only Qwen3, OLMo 2, OLMo 3 and Gemma 3 have it
         "qk_norm_all_heads": m.qk_norm_all_heads != (m.residual == "serial_post"),
     }
     for setting in (s for s, bad in cannot.items() if bad):
         raise UserError(
             f"model.{setting}={getattr(m, setting)}: cannot be exported with the other settings of this model; "
-            "model=nano, tiny, gpt2, llama, qwen3, olmo3 and gemma3 can"
+            "model=nano, tiny, gpt2, llama, qwen3, olmo3, gemma3 and cohere2 can"
         )
     # Not qwen2 for biases of q, k and v: transformers gives it its own tokenizer, which has other token ids
     model_type = other_norms.get(m.residual) or ("qwen3" if m.qk_norm else "llama" if gated else "arcee")
+    if cohere:
+        model_type = "cohere2"
+        if not cfg.layers:
+            raise UserError("layers=uniform: cannot be exported as cohere2: layers=swan can, for example")
     if cfg.layers and model_type not in WITH_LAYERS:
-        reason = f"cannot be exported with model.mlp={m.mlp}; model=llama, qwen3, olmo3 and gemma3 can"
+        reason = f"cannot be exported with model.mlp={m.mlp}; model=llama, qwen3, olmo3, gemma3 and cohere2 can"
         raise UserError(f"layers={describe_layers(cfg)}: {reason}")
     return WITH_LAYERS[model_type] if cfg.layers else model_type
 
@@ -127,7 +134,8 @@ def config(cfg: TrainConfig, model_type: str, vocab_size: int, end: int, hidden:
         "head_dim": m.head_width,
         **({"query_pre_attn_scalar": m.head_width} if gemma else {}),
         "max_position_embeddings": cfg.ctx,
-        "rms_norm_eps": m.norm_eps,
+        "layer_norm_eps" if m.norm == "layer" else "rms_norm_eps": m.norm_eps,
+        **({"logit_scale": 1.0} if model_type == "cohere2" else {}),
         **layers,
         "tie_word_embeddings": m.tied_head,
         "attention_bias": m.qkv_bias or m.out_bias,
@@ -215,9 +223,10 @@ def real_tokens_only(state: dict[str, Tensor], n_vocab: int) -> dict[str, Tensor
 def in_hf_form(cfg: TrainConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our state dict with QK-norm weights, and with the dimensions of each q and k head in Hugging Face's order.
 
-    Llama rotates pairs (i, i + D/2). Our interleaved pairs (2i, 2i + 1) are permuted to these places, which does not
-    change a score, because it is a sum over the dimensions of a head. QK-norm without weights becomes QK-norm with
-    weights of 1. In Hugging Face q, k, v and the output projection have biases together: missing ones become zeros.
+    Llama rotates pairs (i, i + D/2), Cohere 2 pairs (2i, 2i + 1). Our pairs are permuted to these places where they are
+    the others. That does not change a score, because it is a sum over the dimensions of a head. QK-norm without weights
+    becomes QK-norm with weights of 1. In Hugging Face q, k, v and the output projection have biases together: missing
+    ones become zeros.
     """
     m, D, layers = cfg.model, cfg.model.head_width, range(cfg.model.n_layers)
     widths = [heads * D if m.qk_norm_all_heads else D for heads in (m.n_heads, m.kv_heads)]
@@ -227,10 +236,11 @@ def in_hf_form(cfg: TrainConfig, state: Mapping[str, Tensor]) -> dict[str, Tenso
         missing = "out" if m.qkv_bias else "qkv"
         for name in (f"blocks.{i}.attention.{missing}" for i in layers):
             state[f"{name}.bias"] = torch.zeros(len(state[f"{name}.weight"]))
-    order = torch.arange(D).view(-1, 2).T.flatten()  # 0, 2, 4, ..., 1, 3, 5, ...
+    interleaved = m.norm == "layer"  # Cohere 2
+    order = torch.arange(D).view((2, -1) if interleaved else (-1, 2)).T.flatten()  # 0, 2, 4, ..., 1, 3, 5, ... if not
     kinds = [cfg.layers[letter]["pos"] or cfg.pos for letter in cfg.layers["pattern"]] if cfg.layers else [cfg.pos]
-    interleaved = [i for i in layers if kinds[i % len(kinds)].get("interleaved")]
-    for name in [name for i in interleaved for name in state if name.startswith(f"blocks.{i}.attention.q")]:
+    others = [i for i in layers if kinds[i % len(kinds)].get("interleaved", interleaved) != interleaved]
+    for name in [name for i in others for name in state if name.startswith(f"blocks.{i}.attention.q")]:
         heads = state[name].unflatten(0, (-1, D))  # [H + 2 G, D, C], of a bias [H + 2 G, D], of norms [1, H or G, D]
         if ".qkv." in name:
             qk, v = heads.split((m.n_heads + m.kv_heads, m.kv_heads))

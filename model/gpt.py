@@ -89,7 +89,9 @@ def loss_block(device: torch.device) -> int:
 
 
 def make_norm(cfg: ModelConfig) -> nn.Module:
-    return (nn.RMSNorm if cfg.norm == "rms" else nn.LayerNorm)(cfg.width, eps=cfg.norm_eps)
+    if cfg.norm == "rms":
+        return nn.RMSNorm(cfg.width, eps=cfg.norm_eps)
+    return nn.LayerNorm(cfg.width, eps=cfg.norm_eps, bias=cfg.norm_bias)
 
 
 class Block(nn.Module):

@@ -162,6 +162,8 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("a method at reading applied to local layers", "hf/layer_types.py",
      "else not windowed or (window or 0) > context.train_ctx", "else True",
      "test_hf_layers.py::test_a_method_at_reading_changes_the_layers_that_the_schedule_says"),
+    ("Cohere 2: pairs in the order of Llama in export", "hf/write.py",
+     'interleaved = m.norm == "layer"', "interleaved = False", f"{WRITTEN}[cohere2]"),
 )]  # fmt: skip
 
 

@@ -145,7 +145,7 @@ def test_eval_names_the_schedule_and_measures_the_controls(here, capsys):
     assert files.keys() >= {"none", "window", "yarn"} and len(set(losses.values())) == len(losses)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "smollm3, windows, untied"])
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "smollm3, windows, untied", "cohere2"])
 def test_there_and_back(family, here, monkeypatch):
     """A checkpoint, fine-tuned by a step of almost no length and exported: the same model, in the same family."""
     save_complete(family)
@@ -158,6 +158,8 @@ def test_there_and_back(family, here, monkeypatch):
     before, after = (load_file(f"{folder}/model.safetensors") for folder in ("model", "back"))
     assert before.keys() == after.keys()
     for key, x in before.items():
+        if (family, key) == ("cohere2", "model.norm.weight"):
+            x = 0.3 * x  # its factor of the logits
         # Gemma's divisor of the scores is multiplied into the norm of the queries
         assert (x - after[key]).abs().max() < 1e-6 or ("q_norm" in key and family == "gemma3_text"), key
     config = json.loads(Path("back/config.json").read_text())
