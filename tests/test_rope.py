@@ -614,6 +614,7 @@ def test_the_table_of_machine_code_in_the_documentation_is_that_of_the_stored_ro
         assert f"| {' | '.join((name, *loads))} |" in text, (name, loads)
     for key, row in rows.items():
         assert row["bytes_per_element"] == 2 * getattr(torch, row["dtype"]).itemsize
+        assert not key[1] or row["loads_before_angles"] == 0
         assert key[1] or row["layout"] == rows[(versions[0], *key[1:])]["layout"]
         assert key[1] or row["fp64"] == row["shared"] == row["shuffles"] == row["local"] == row["stack"] == 0
 
