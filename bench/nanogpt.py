@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -96,8 +97,11 @@ def main() -> None:
             print({name: round(values[-1]) for name, values in speeds.items()}, flush=True)
     medians = {name: round(median(values)) for name, values in speeds.items()}
     row = {
-        "command": " ".join(["python -m bench.nanogpt NANOGPT", *args.overrides]), "steps": args.steps,
-        "rounds": args.rounds, "tokens_per_s": medians,
+        "command": shlex.join([
+            "python", "-m", "bench.nanogpt", "NANOGPT", *args.overrides,
+            "--steps", str(args.steps), "--rounds", str(args.rounds),
+        ]),
+        "steps": args.steps, "rounds": args.rounds, "tokens_per_s": medians,
         "ratio": {name: round(medians["ours"] / medians[name], 2) for name in list(medians)[:2]},
         "all": {name: [round(v) for v in values] for name, values in speeds.items()},
         **origin(cfg), "nanogpt_commit": commit(checkout),

@@ -21,8 +21,11 @@ def output_of(*command: str) -> str:
 
 
 def commit(checkout: Path = ROOT) -> str:
-    """The commit of a checkout, short; of this one by default."""
-    return output_of("git", "-C", str(checkout), "rev-parse", "--short", "HEAD")
+    """The short hash of a checkout's commit, followed by + if its code differs from it; "unknown" without git."""
+    git = ("git", "-C", str(checkout))
+    # Results and texts may differ: they do not change a number
+    changed = output_of(*git, "diff", "HEAD", "--name-only", "--", ".", ":!results", ":!*.md")
+    return output_of(*git, "rev-parse", "--short", "HEAD") + "+" * (changed not in ("", "unknown"))
 
 
 def append_json(path: Path, row: dict) -> None:

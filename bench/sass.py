@@ -68,8 +68,10 @@ def machine_code(launch: tuple[list, dict[str, Any], int], **types: str) -> dict
     """Compile the kernel for sm_90 as Triton would for this launch, and count the instructions of its machine code.
 
     types: argument -> the type that it has instead. shared and stack are in bytes; loads_128 and stores_128 are the
-    accesses to global memory of 128 bits; local are those to spilled registers; loads_before_angles counts the loads of
-    128 bits before the first angle becomes a float32; fp64 is arithmetic only. bytes_per_element: see there.
+    accesses to global memory of 128 bits. phase_loads are those of them that read phases: they have no predicate,
+    because the mask of the phases is all true if P is a power of two, while loads of q and k depend on the token.
+    loads_before_angles counts the loads of q and k before the first angle becomes a float32. local are accesses to
+    spilled registers; fp64 is arithmetic only. bytes_per_element: see there.
     """
     kernel, (specialization, bound, warps) = rope_triton._rope_kernel, launch
     values, signature, constants, attributes = list(bound.values()), {}, {}, {}
@@ -93,9 +95,11 @@ def machine_code(launch: tuple[list, dict[str, Any], int], **types: str) -> dict
     code = [instruction for _, _, instruction, _ in lines]
     counts = {name: sum(bool(re.match(pattern, x)) for x in code) for name, pattern in COUNTED.items()}
     angles = next(i for i, x in enumerate(code) if x.startswith("I2F"))
+    loads = [(i, bool(lines[i][1])) for i, x in enumerate(code) if re.match(COUNTED["loads_128"], x)]
     return {
         "layout": stored_layout(built.asm["ttgir"]), **counts,
-        "loads_before_angles": sum(bool(re.match(COUNTED["loads_128"], x)) for x in code[:angles]),
+        "phase_loads": sum(not predicate for _, predicate in loads),
+        "loads_before_angles": sum(predicate and i < angles for i, predicate in loads),
         "shared": built.metadata.shared, "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
         "stack": int(re.findall(r"STACK:(\d+)", usage)[0]),
         "bytes_per_element": bytes_per_element(lines, built.asm["ptx"], bound, warps),

@@ -1,9 +1,10 @@
 """Rotary position embedding as one Triton kernel: forward, backward, both layouts, q and k in one launch.
 
 Differences from other rotary kernels; results/README.md has the measurements:
-* Angles are exact at any position: integer phases as in angles.py, so there is no table and no longest position.
-* Sine and cosine are short polynomials, computed in registers while memory is being read.
-* The tile is one head of some tokens, and the heads are a loop: every load and store of q and k is 128 bits wide.
+* Angles are exact at every position within +-2^30: integer phases as in angles.py, so there is no table.
+* Sine and cosine are short polynomials, computed in registers.
+* The tile is one head of some tokens, and the heads are a loop. Every load and store of q and k is 128 bits wide if
+  the strides are multiples of 16 elements and the parts of a head (both halves, the rest) multiples of 16 bytes.
 * The backward pass is the same kernel with the sign -1. No operation is in place.
 
 Only kernels/rope.py imports this file, and only when the kernel runs: it is the one file that needs triton.
@@ -104,7 +105,7 @@ def _rope_kernel(
     b = tl.program_id(2).to(tl.int64)  # int64, as all offsets below: heads can be 2^31 elements apart
     h = tl.program_id(1).to(tl.int64) * HEADS
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    # A choice of pointers, not of code: a branch would have to wait for the angles before its first load
+    # A choice of pointers, not of code: the compiler puts no load of a branch before the angles
     x_ptr, x_sb, x_st, x_sh, y_ptr, y_sb, y_st, y_sh, N = q_ptr, q_sb, q_st, q_sh, yq_ptr, yq_sb, yq_st, yq_sh, H
     if tl.program_id(1) >= k_program:
         x_ptr, x_sb, x_st, x_sh, y_ptr, y_sb, y_st, y_sh, N = k_ptr, k_sb, k_st, k_sh, yk_ptr, yk_sb, yk_st, yk_sh, G
@@ -115,7 +116,8 @@ def _rope_kernel(
     inside = t[:, None] < tl.where(h < N, T, 0)
     x1, x2, rest = _load_head(x_row, inside, D, P, BLOCK_P, BLOCK_TAIL, BLOCK_T, INTERLEAVED)
 
-    # The angles, while the first head is being read
+    # Whether the angles are computed while the first head is being read is the choice of ptxas, which orders loads
+    # anew: docs/kernel.md has the variants in which they are
     pair = tl.arange(0, BLOCK_P)
     phase = tl.load(phase_ptr + pair, mask=pair < P, other=0)
     if HAS_POSITIONS:

@@ -1,11 +1,15 @@
-"""The benchmark of training steps with several encodings."""
+"""The benchmarks of training steps, and what their rows say about where they come from."""
 
 import json
+import re
+import subprocess
 import sys
 
 import pytest
+import torch
+from torch._dynamo.exc import TorchDynamoException
 
-from bench import encodings, step
+from bench import encodings, nanogpt, rows, step, step_parts
 from conf.errors import UserError
 
 
@@ -46,8 +50,6 @@ def test_steps_run_in_turns_and_their_medians_are_compared(monkeypatch):
 
 
 def test_kernels_belong_to_the_part_that_they_are_of():
-    from bench.step_parts import part_of
-
     names = {
         "aten::mm": "matrix products",
         "aten::bmm": "attention",
@@ -60,4 +62,59 @@ def test_kernels_belong_to_the_part_that_they_are_of():
         "aten::mul_": "optimizer",
         "CompiledFunctionBackward": None,
     }
-    assert {name: part_of(name) for name in names} == names
+    assert {name: step_parts.part_of(name) for name in names} == names
+
+
+def test_a_row_names_the_commit_and_whether_the_code_differs_from_it(tmp_path):
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    assert rows.commit(tmp_path) == "unknown"
+    (tmp_path / "results").mkdir()
+    for name in ("code.py", "text.md", "results/rows.jsonl"):
+        (tmp_path / name).write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "a")
+    name = rows.commit(tmp_path)
+    assert re.fullmatch(r"[0-9a-f]{7,}", name)
+    (tmp_path / "text.md").write_text("2")
+    (tmp_path / "results/rows.jsonl").write_text("2")
+    assert rows.commit(tmp_path) == name
+    (tmp_path / "code.py").write_text("2")
+    assert rows.commit(tmp_path) == name + "+"
+
+
+def test_parts_of_a_step_whose_compilation_failed_are_no_row(tmp_path, monkeypatch):
+    def compile_fails(function, **options):
+        def call(*args, **kwargs):
+            raise TorchDynamoException("no compiler")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile_fails)
+    for module, name, value in (
+        (step, "VOCAB", 64), (step_parts, "VOCAB", 64), (step_parts, "STEPS", 1), (step_parts, "ROOT", tmp_path),
+        (step_parts, "ceilings", lambda dtype: {"tflop_per_s": 1.0, "copy_gb_per_s": 1.0}),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    sizes = ["exp=smoke", "model.width=32", "ctx=16", "batch_tokens=32", "micro_tokens=32"]
+    monkeypatch.setattr(sys, "argv", ["step_parts", *sizes])
+    with pytest.raises(AssertionError, match=r"torch\.compile of .*a block.* failed"):
+        step_parts.main()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_row_beside_nanogpt_has_the_whole_command(tmp_path, monkeypatch):
+    (tmp_path / "configurator.py").touch()
+    out = tmp_path / "rows.jsonl"
+    argv = ["nanogpt", str(tmp_path), "ctx=128", "--steps", "6", "--rounds", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(nanogpt, "write_data", lambda *args: None)
+    monkeypatch.setattr(nanogpt, "nanogpt", lambda *args, **options: 100.0)
+    monkeypatch.setattr(nanogpt, "ours", lambda *args: 150.0)
+    nanogpt.main()
+    row = json.loads(out.read_text())
+    assert row["command"] == "python -m bench.nanogpt NANOGPT ctx=128 --steps 6 --rounds 1"
+    assert row["ratio"] == {"nanoGPT": 1.5, "nanoGPT, compiled": 1.5} and row["ctx"] == 128

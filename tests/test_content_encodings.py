@@ -50,19 +50,22 @@ def model_with(pos: str, *overrides: str) -> gpt.GPT:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pos", choices("pos"))
-def test_compiled_gradients_equal_plain_ones(pos, monkeypatch):
+def test_compiled_gradients_are_as_close_to_float64_as_plain_ones(pos, monkeypatch):
     """Inductor returned NaN for a backward pass through T5's bias once (results/log.md, 2026-11-21)."""
     monkeypatch.setattr(attention, "attend_blocks", attention.attend_blocks)  # compile_blocks replaces it
-    model = model_with(pos, "ctx=128", "batch_tokens=128").float().train()
-    tokens, gradients = random_tokens(2, 129), []
-    for compiled in (False, True):
-        if compiled:
-            compiling.compile_blocks(model)
+    model, tokens = model_with(pos, "ctx=128", "batch_tokens=128").train(), random_tokens(2, 129)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
         loss = model.losses(tokens[:, :-1], tokens[:, 1:]).mean()
-        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    exact = gradients()
+    model.float()
+    plain = gradients()
+    compiling.compile_blocks(model)
+    for a, b, c in zip(exact, plain, gradients(), strict=True):
+        assert (c - a).abs().max() <= 3 * (b - a).abs().max() + 1e-4 * a.abs().max()  # CoPE's gates are not continuous
     assert not compiling.failed
-    for plain, compiled in zip(*gradients, strict=True):
-        assert (plain - compiled).abs().max() <= 1e-4 * plain.abs().max() + 1e-7
 
 
 # ---- the reference: one layer's attention, pair by pair ----
