@@ -1,115 +1,194 @@
 #!/usr/bin/env bash
-# The checks and measurements that need a GPU, in stages of at most nine minutes, for a machine that is lent:
+# The checks and measurements that need a GPU, in stages of at most nine minutes, for a machine without network that is
+# available for half an hour:
 #
-#   bash bench/gpu_check.sh wheels   # before, on a machine with network: packages for Python 3.12, to .wheels/
-#   bash bench/gpu_check.sh a        # environment, ceilings, a small training, tests marked gpu, three shapes, tiles
-#   bash bench/gpu_check.sh b        # exp=gpt2 on local text with both kernels, nanoGPT's step; five profiled steps
-#   bash bench/gpu_check.sh c        # the other shapes of the benchmark; that model evaluated at 32k and 128k tokens
-#   bash bench/gpu_check.sh d        # a part of the study, four jobs at a time
-#   TOY=1 bash bench/gpu_check.sh a  # rehearses a stage on a CPU
+#   bash bench/gpu_check.sh wheels      # before, on a machine with network: packages for Python 3.12, to .wheels/
+#   bash bench/gpu_check.sh a           # ceilings, three shapes, a small training, tiles, then the tests marked gpu
+#   bash bench/gpu_check.sh b           # exp=gpt2 on local text with both kernels, nanoGPT's step; five profiled steps
+#   bash bench/gpu_check.sh c           # the other shapes of the benchmark; that model evaluated at 32k and 128k tokens
+#   bash bench/gpu_check.sh d           # a part of the study, four jobs at a time
+#   bash bench/gpu_check.sh selections  # prints which tests stage a runs
+#   TOY=1 bash bench/gpu_check.sh a     # rehearses a stage on a CPU
 #
-# Results go to OUT (default results/gpu), each row as it comes. A step that has succeeded is not repeated when the
-# stage is run again. The machine needs torch, numpy and Python 3.12; what else is missing is installed from .wheels/
-# into a folder of its own. wandb is not needed, since it is disabled. CORPUS is a prepared corpus cache (default .cache).
+# A step that has succeeded is not repeated when its stage is run again. Runs, logs, tables and what is done are in the
+# folder STATE (default .gpu_check, which git ignores); delete it to begin anew. COPY_TO=DIR copies at most eight files to
+# DIR after each step, also if the stage is ended by SIGTERM: the tables, profile.txt and steps.txt, which has the end of
+# the log of each step. To publish the results, commit those with the ending csv or jsonl, and profile.txt, in results/gpu.
+#
+# The machine needs Python 3.12, torch with triton, numpy, scipy, matplotlib, safetensors and tokenizers. Of the wheels,
+# what is not there, or is there in another version where that matters, is installed into the folder SITE. wandb is not
+# needed, since it is disabled. Of the peers of the benchmark, `wheels` brings Liger's package, fla's, transformers, and
+# one file of FlashAttention: its sources are downloaded, and flash_attn/ops/triton/rotary.py is unpacked to
+# .wheels/flash_rotary.py, which bench/peers.py loads. (This needs torch. Without it, put the file there by hand.)
+#
+# CORPUS is the cache of prepared corpora (default .cache). What it lacks is prepared on the machine: from sympy for
+# stages a and d, and from torch's sources for b.
 set -u
 cd "$(dirname "$0")/.."
 export PYTHON=${PYTHON:-python3} PYTHONUNBUFFERED=1 WANDB_MODE=disabled MPLBACKEND=Agg
-out=$(mkdir -p "${OUT:-results/gpu}" && cd "${OUT:-results/gpu}" && pwd)
 cache=${CORPUS:-.cache} toy=${TOY:+1} stage=${1:-a} failed=0 until=$((SECONDS + ${STAGE_SECONDS:-540}))
-mkdir -p "$out/done"
+wheels=${WHEELS:-.wheels}
 
-if [ "$stage" = wheels ]; then
-    packages="hydra-core==1.3.8 omegaconf==2.3.1 PyYAML packaging tqdm tiktoken regex rustbpe sympy==1.14.0 mpmath scipy
-        safetensors tokenizers matplotlib contourpy cycler fonttools kiwisolver pillow pyparsing python-dateutil six
-        pytest pytest-xdist pytest-timeout execnet iniconfig pluggy pygments"
+# Two steps, since the first has the tests of the kernel and takes minutes, and the second one takes the rest of the time
+selections=("not on_cuda_as_on_a_cpu" on_cuda_as_on_a_cpu)
+test_files=$(grep -rl --include='test_*.py' 'mark\.gpu' tests | sort)
+
+case $stage in
+wheels)
+    packages="hydra-core omegaconf PyYAML packaging tqdm tiktoken regex rustbpe sympy mpmath
+        pytest pytest-xdist pytest-timeout execnet iniconfig pluggy pygments
+        transformers liger-kernel==0.8.5 fla-core==0.6.0 einops"
     platforms=$(printf -- '--platform manylinux_2_%s_x86_64 ' 28 27 26 24 17; echo --platform manylinux2014_x86_64)
-    "$PYTHON" -m pip wheel -q --no-deps -w .wheels antlr4-python3-runtime==4.9.3 || exit 1 # has no wheel
+    "$PYTHON" -m pip wheel -q --no-deps -w "$wheels" antlr4-python3-runtime==4.9.3 || exit 1 # has no wheel
     # shellcheck disable=SC2086
-    exec "$PYTHON" -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
-        --abi cp312 --abi abi3 --abi none $platforms --platform any -d .wheels $packages
-fi
+    "$PYTHON" -m pip download -q --no-deps -c constraints.txt --only-binary=:all: --python-version 3.12 \
+        --implementation cp --abi cp312 --abi abi3 --abi none $platforms --platform any -d "$wheels" $packages || exit 1
+    sources=$(mktemp -d)
+    FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE "$PYTHON" -m pip download -q --no-deps --no-build-isolation \
+        --no-binary flash-attn -d "$sources" flash-attn==2.8.3.post2 &&
+        tar -xOzf "$sources"/flash_attn-*.tar.gz --wildcards '*/flash_attn/ops/triton/rotary.py' \
+            > "$wheels/flash_rotary.py" || { rm -f "$wheels/flash_rotary.py"; echo "FlashAttention: not downloaded"; }
+    rm -r "$sources"
+    exit
+    ;;
+selections)
+    for selection in "${selections[@]}"; do
+        # shellcheck disable=SC2086
+        printf '%s ' $test_files
+        printf -- "-k '%s'\n" "$selection"
+    done
+    exit
+    ;;
+a | b | c | d) ;;
+*)
+    echo "error: stage $stage: must be wheels, a, b, c, d or selections"
+    exit 1
+    ;;
+esac
+
+state=${STATE:-${toy:+${TMPDIR:-/tmp}/ropewalk-toy}} # a rehearsal must neither count as done nor leave files in the checkout
+state=${state:-.gpu_check}
+state=$(mkdir -p "$state/done" && cd "$state" && pwd)
+copies=${COPY_TO:+$(mkdir -p "$COPY_TO" && cd "$COPY_TO" && pwd)}
 
 site=${SITE:-${TMPDIR:-/tmp}/ropewalk-site}
 export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
-if ! "$PYTHON" -c 'import hydra, omegaconf, tiktoken, rustbpe, sympy, pytest' 2> /dev/null && [ ! -d "$site" ]; then
-    "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --target "$site" .wheels/*.whl ||
-        { echo "error: packages are missing: first, with a network, bash bench/gpu_check.sh wheels"; exit 1; }
+[ -f "$wheels/flash_rotary.py" ] && export FLASH_ROTARY=${FLASH_ROTARY:-$(cd "$wheels" && pwd)/flash_rotary.py}
+# A wheel that is needed: no version is installed, or another one where only that one is right
+needed=$("$PYTHON" - "$wheels" << 'EOF'
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+exact = {"hydra_core", "omegaconf", "antlr4_python3_runtime", "sympy", "rustbpe"}
+for file in Path(sys.argv[1]).glob("*.whl"):
+    name, wanted = file.name.split("-")[:2]
+    try:
+        installed = version(name)
+    except PackageNotFoundError:
+        installed = None
+    if installed is None or (name in exact and installed != wanted):
+        print(file)
+EOF
+)
+# shellcheck disable=SC2086
+if { [ "$needed" ] && ! "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" $needed; } ||
+    ! "$PYTHON" -c 'import hydra, omegaconf, tiktoken, rustbpe, sympy, pytest'; then
+    echo "error: packages are missing: first, with a network, bash bench/gpu_check.sh wheels"
+    exit 1
 fi
 
-# step NAME SECONDS COMMAND...: run it within the time, unless it has succeeded before; its output goes to OUT/NAME.log
+copy_results() {
+    [ "$copies" ] || return 0
+    for table in rope_kernel.csv rope_tiles.csv gpu_step.csv gpu_ceilings.csv matrix-h200.jsonl profile.txt; do
+        [ -e "$state/$table" ] && cp "$state/$table" "$copies"
+    done
+    {
+        cat "$state/summary"
+        for log in "$state"/*.log; do
+            printf '\n==== %s\n' "$(basename "$log" .log)"
+            tail -n 100 "$log" | cut -c 1-1000
+        done
+    } > "$copies/steps.txt" 2> /dev/null
+}
+child=
+trap copy_results EXIT
+trap '[ "$child" ] && kill "$child"; exit 143' TERM INT
+
+report() { printf '%-14s %s\n' "$@" | tee -a "$state/summary"; }
+# step NAME SECONDS COMMAND...: run it within the time, unless it has succeeded before; its output goes to STATE/NAME.log
 step() {
     local name=$1 limit=$2 left=$((until - SECONDS))
     shift 2
-    [ -e "$out/done/$name" ] && { printf '%-14s done before\n' "$name"; return; }
-    [ "$left" -lt 5 ] && { printf '%-14s no time left: run this stage again\n' "$name"; failed=1; return; }
+    [ -e "$state/done/$name" ] && { report "$name" "done before"; return; }
+    [ "$left" -lt 5 ] && { report "$name" "no time left: run this stage again"; failed=1; return; }
     [ "$left" -lt "$limit" ] && limit=$left
-    timeout -k 10 "$limit" "$@" < /dev/null > "$out/$name.log" 2>&1
-    local code=$?
-    [ $code = 0 ] && touch "$out/done/$name" || failed=1
-    local verdict=ok
-    [ $code = 0 ] || verdict="FAILED $code"
-    printf '%-14s %-8s %s\n' "$name" "$verdict" "$(tail -n 1 "$out/$name.log")"
+    timeout -k 10 "$limit" "$@" < /dev/null >> "$state/$name.log" 2>&1 &
+    child=$!
+    wait $child # in the background, since bash handles SIGTERM only when a command in the foreground has ended
+    local code=$? verdict=ok
+    child=
+    [ $code = 0 ] && touch "$state/done/$name" || { failed=1 verdict="FAILED $code"; }
+    report "$name" "$(printf '%-8s %s' "$verdict" "$(tail -n 1 "$state/$name.log")")"
+    copy_results
 }
-train() { echo "$PYTHON" train.py cache="$cache" runs="$out/runs" "$@"; }
-evaluate() { echo "$PYTHON" eval.py cache="$cache" runs="$out/runs" "$@"; }
-# Text of documents that are long enough to evaluate at 131072 tokens: the Python sources of torch, joined
-join_sources() {
-    [ -d "$out/text" ] && return
-    "$PYTHON" - "$out/text.tmp" "${toy:+6000}" << 'EOF' && mv "$out/text.tmp" "$out/text"
+train() { echo "$PYTHON" train.py cache="$cache" runs="$state/runs" "$@"; }
+evaluate() { echo "$PYTHON" eval.py cache="$cache" runs="$state/runs" "$@"; }
+# Forty documents that are long enough to evaluate at 131072 tokens: Python sources of torch, joined
+join_sources='
 import sys
 from pathlib import Path
 
 import torch
 
-folder, size = Path(sys.argv[1]), int(sys.argv[2] or 1_000_000)
+folder, size = Path(sys.argv[1]), int(sys.argv[2])
 folder.mkdir(exist_ok=True)
-documents, text = 0, ""
+documents, parts, length = 0, [], 0
 for file in sorted(Path(torch.__file__).parent.rglob("*.py")):
-    text += file.read_text(errors="ignore")
-    if len(text) > size and documents < 40:
-        (folder / f"{documents:02}.txt").write_text(text)
-        documents, text = documents + 1, ""
-EOF
-}
-tests=(rope none window yarn rerope others) device=cuda kernel=triton
-peers="" small="" long="ctx=8192" text="data.vocab_size=16384"
+    parts.append(file.read_text(errors="ignore"))
+    length += len(parts[-1])
+    if length > size:
+        (folder / f"{documents:02}.txt").write_text("".join(parts))
+        documents, parts, length = documents + 1, [], 0
+        if documents == 40:
+            break
+print(documents, "documents")
+'
+device=cuda kernel=triton peers="" small="" long="ctx=8192" text="data.vocab_size=16384" size=1000000 tiles=()
 if [ "$toy" ]; then
-    tests=(toy) device=cpu kernel=torch peers="ours, interleaved" long="ctx=128 documents=2" text="data.vocab_size=300"
-    small="exp=smoke steps=2 val_windows=2 device=cpu compile=false"
+    device=cpu kernel=torch peers="ours, interleaved" long="ctx=128 documents=2" text="data.vocab_size=300" size=6000
+    small="exp=smoke steps=2 val_windows=2 device=cpu compile=false" tiles=(--warps 4 --heads 8)
+    test_files=tests/test_gpu.py selections=("one_step_of_ddp or synchronises")
 fi
-
-rope=("$PYTHON" -m bench.rope gpu --device $device --peer "$peers" --out "$out/rope_kernel.csv")
+rope=("$PYTHON" -m bench.rope gpu --device $device --peer "$peers" --out "$state/rope_kernel.csv")
 
 case $stage in
 a)
     step environment 60 "$PYTHON" -c 'from bench.rows import machine; print(machine())'
-    step ceilings 60 "$PYTHON" -m bench.gpu_step --device $device --ceilings "$out/gpu_ceilings.csv"
-    # shellcheck disable=SC2046,SC2086
-    step training 120 $(train pos=rope name=check fresh=true kernel=$kernel ${small:-steps=500})
-    # shellcheck disable=SC2046,SC2086
-    step evaluation 120 $(evaluate run=check kernel=$kernel device=$device scaling=yarn $long)
-    for part in "${tests[@]}"; do
-        case $part in
-        rope) selected=(tests/test_rope.py) ;;
-        others) selected=(tests/test_gpu.py -k "not on_cuda_as_on_a_cpu") ;;
-        toy) selected=(tests/test_gpu.py -k "one_step_of_ddp or synchronises") ;;
-        *) selected=(tests/test_gpu.py -k "on_cuda_as_on_a_cpu and (-$part-mha or -$part-gqa)") ;;
-        esac
-        step "tests-$part" 400 "$PYTHON" -m pytest -q -n 0 -m gpu -p no:cacheprovider "${selected[@]}"
-    done
+    step ceilings 60 "$PYTHON" -m bench.gpu_step --device $device --ceilings "$state/gpu_ceilings.csv"
     for shape in 0 1 3; do
         step "rope-$shape" 150 "${rope[@]}" --shapes $shape
         [ "$toy" ] && break
     done
-    [ "$toy" ] || step tiles 150 "$PYTHON" -m bench.rope sweep --out "$out/rope_tiles.csv"
+    # shellcheck disable=SC2046,SC2086
+    step training 120 $(train pos=rope name=check fresh=true kernel=$kernel ${small:-steps=500})
+    # shellcheck disable=SC2046,SC2086
+    step evaluation 120 $(evaluate run=check kernel=$kernel device=$device scaling=yarn $long)
+    step tiles 150 "$PYTHON" -m bench.rope sweep "${tiles[@]}" --out "$state/rope_tiles.csv"
+    for i in "${!selections[@]}"; do
+        # When this step is killed at its limit and run again, it goes on after the tests that have passed
+        # shellcheck disable=SC2086
+        step "tests-$i" 540 env PASSED_TESTS="$state/tests-$i.passed" "$PYTHON" -m pytest -v -n 0 -m gpu \
+            -p no:cacheprovider -p bench.passed_tests $test_files -k "${selections[i]}"
+    done
     ;;
 b)
-    step steps 300 "$PYTHON" -m bench.gpu_step --device $device --out "$out/gpu_step.csv" --profile "$out/profile.txt"
-    join_sources
+    step steps 300 "$PYTHON" -m bench.gpu_step --device $device --out "$state/gpu_step.csv" --profile "$state/profile.txt"
+    step text 60 "$PYTHON" -c "$join_sources" "$state/text" $size
     for kernel in triton torch; do
         [ "$toy$kernel" = 1triton ] && continue
         # shellcheck disable=SC2046,SC2086
-        step "gpt2-$kernel" 240 $(train exp=gpt2 data=text "data.files='$out/text/*.txt'" data.holdout=4 $text pos=rope \
+        step "gpt2-$kernel" 240 $(train exp=gpt2 data=text "data.files='$state/text/*.txt'" data.holdout=4 $text pos=rope \
             name=gpt2-$kernel kernel=$kernel ${small:-steps=100 optim.warmup=20})
     done
     ;;
@@ -125,11 +204,7 @@ c)
     ;;
 d)
     step study 540 "$PYTHON" -m studies.matrix $([ "$toy" ] && echo smoke --only alibi-s0 || echo h200) --jobs 4 \
-        --minutes 8.5 --runs "$out/runs-study" --out "$out/matrix-h200.jsonl"
-    ;;
-*)
-    echo "error: stage $stage: must be wheels, a, b, c or d"
-    exit 1
+        --minutes 8.5 --cache "$cache" --runs "$state/runs-study" --out "$state/matrix-h200.jsonl"
     ;;
 esac
 exit $failed

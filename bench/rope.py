@@ -248,17 +248,18 @@ def step_packed(x: Tensor, H: int, G: int, f: Tensor, direction: str) -> Callabl
     return both
 
 
-def sweep(shapes: str = "0", out: str = "results/rope_tiles.csv") -> None:
+def sweep(shapes: str = "0", warps: str = "2,4,8", heads: str = "4,8,16", out: str = "results/rope_tiles.csv") -> None:
     """Compile the kernel with other tiles than its own and time them, forward, at these numbers of SHAPES.
 
-    Without a GPU, and without time: registers, instructions and the tokens, heads and lanes of a program only.
+    warps, heads: the numbers of them that a program may have. Without a GPU: only registers and instructions.
     """
     from bench.sass import machine_code, recorded_launches
     from kernels import rope_triton
 
-    rows = Rows(Path(out))
+    rows, choices = Rows(Path(out)), [[int(n) for n in numbers.split(",")] for numbers in (warps, heads)]
     for shape in (SHAPES[int(i)] for i in shapes.split(",")):
         _, _, H, G, D, R = shape
+        inputs = Inputs(shape, "cuda") if torch.cuda.is_available() else None
         f, own = phase(frequencies(R)), rope_triton.tile(R // 2, 2)
 
         def launch(q: Tensor, k: Tensor, block: dict, f: Tensor = f) -> list[Tensor]:
@@ -266,21 +267,22 @@ def sweep(shapes: str = "0", out: str = "results/rope_tiles.csv") -> None:
             rope_triton.launch(q, k, *y, f.to(q.device), None, 0, False, 1.0, False, block)
             return y
 
-        for warps, vectors, heads in itertools.product((2, 4, 8), (1, 2), (4, 8, 16)):
-            tokens = rope_triton.tile(R // 2, 2, warps)["BLOCK_T"] * vectors
-            block = {**own, "BLOCK_T": tokens, "HEADS": heads, "num_warps": warps}
+        for n_warps, n_heads, vectors in itertools.product(*choices, (1, 2)):
+            tokens = rope_triton.tile(R // 2, 2, n_warps)["BLOCK_T"] * vectors
+            block = {**own, "BLOCK_T": tokens, "HEADS": n_heads, "num_warps": n_warps}
             with recorded_launches() as launches:
                 q, k = (torch.zeros(1, 1, N, D, dtype=torch.bfloat16) for N in (H, G))
                 launch(q, k, block)
             code = machine_code(launches[0])
-            us = None
-            if torch.cuda.is_available():
-                copy, pairs = Inputs(shape, "cuda"), Inputs(shape, "cuda").layouts["packed views"]
-                us = microseconds([lambda q=q, k=k, b=block: launch(q, k, b) for q, k in pairs])
-                of_copy = microseconds(copy_calls(copy)) / us
-            row = {"shape": json.dumps(shape), "warps": warps, "tokens": tokens, "heads": heads, "own": block == own,
-                   "registers": code["registers"], "instructions": code["instructions"], "us": us,
-                   "of_copy": of_copy if us else None}  # fmt: skip
+            us, of_copy = None, None
+            if inputs:
+                us = microseconds(
+                    [lambda q=q, k=k, b=block: launch(q, k, b) for q, k in inputs.layouts["packed views"]]
+                )
+                of_copy = microseconds(copy_calls(inputs)) / us
+            row = {"shape": json.dumps(shape), "warps": n_warps, "tokens": tokens, "heads": n_heads,
+                   "own": block == own, "registers": code["registers"], "instructions": code["instructions"],
+                   "us": us, "of_copy": of_copy}  # fmt: skip
             rows.append(row)
             print(*(f"{key}={value}" for key, value in row.items()), flush=True)
     print(f"{rows.count} rows appended to {out}")

@@ -38,9 +38,6 @@ from model.scaling import resolve
 from studies.plan import MAIN_METHODS, PLANS, Job, Size, load_size, minutes, parse_seeds, select_jobs
 from studies.rows import Rows, read_rows
 
-CACHE = ".cache"  # of the corpora: the default of train.py and eval.py
-
-
 # ---- one job ----
 
 
@@ -48,13 +45,14 @@ class Stopped(Exception):
     """The deadline has passed, or the user pressed Ctrl-C."""
 
 
-def run_job(job: Job, size: Size, runs: str, deadline: float) -> Rows:
+def run_job(job: Job, size: Size, runs: str, cache: str, deadline: float) -> Rows:
     """Train and evaluate; returns the job's rows. deadline: of time.monotonic(); past it, Stopped is raised."""
-    run_script(["train.py", *job.train, f"name={job.name}", f"runs={runs}"], deadline)
-    run = Run.open(job.name, runs=runs, cache=CACHE)
+    folders = (f"runs={runs}", f"cache={cache}")
+    run_script(["train.py", *job.train, f"name={job.name}", *folders], deadline)
+    run = Run.open(job.name, runs=runs, cache=cache)
 
     methods = applicable_scalings(run, max(job.lengths)) if job.scalings != "controls" else []
-    evaluate = ["eval.py", "-m", f"run={job.name}", f"runs={runs}", *target_settings(size)]
+    evaluate = ["eval.py", "-m", f"run={job.name}", *folders, *target_settings(size)]
     # Lengths between L and 2 L are for the main methods only
     doubling = [n for n in job.lengths if n <= NEAR and (n % size.L == 0 or n < size.L)]
     near, every = (f"ctx=[{','.join(map(str, lengths))}]" for lengths in (doubling, job.lengths))
@@ -250,7 +248,7 @@ def main() -> None:
     share_cores(args.jobs)
     done, deadline = 0, time.monotonic() + 60 * args.minutes
     try:
-        for job, new_rows in finished_jobs(todo, lambda job: run_job(job, size, runs, deadline), args.jobs):
+        for job, new_rows in finished_jobs(todo, lambda job: run_job(job, size, runs, args.cache, deadline), args.jobs):
             rows += new_rows
             text = "".join(json.dumps(row) + "\n" for row in rows)
             write_atomically(out, lambda f, text=text: f.write(text.encode()))
@@ -314,6 +312,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="save and stop after this time")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time, on a GPU or a machine with many cores")
     parser.add_argument("--runs", help="the folder of runs; without it, runs/matrix-SIZE")
+    parser.add_argument("--cache", default=".cache", help="the folder of prepared corpora (default .cache)")
     parser.add_argument("--out", help="the rows; without it, results/PLAN.jsonl (or PLAN-SIZE.jsonl)")
     return parser.parse_args()
 

@@ -16,6 +16,8 @@ os.environ["MATPLOTLIBRC"] = str(Path(__file__).parent / "data" / "matplotlibrc"
 
 import pytest
 
+GPU_TESTS = pytest.StashKey[list[str]]()  # the names of all collected tests marked gpu, also of those that do not run
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare a process that runs tests. The process that only starts the workers imports nothing large."""
@@ -34,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked slow or gpu run only where -m names them. Long tests come first, so that no worker ends with one."""
+    config.stash[GPU_TESTS] = [item.nodeid for item in items if item.get_closest_marker("gpu")]
     left_out = {marker for marker in ("slow", "gpu") if marker not in config.getoption("-m")}
     config.hook.pytest_deselected(items=[x for x in items if any(map(x.get_closest_marker, left_out))])
     items[:] = [x for x in items if not any(map(x.get_closest_marker, left_out))]
@@ -44,6 +47,11 @@ def pytest_collection_finish() -> None:
     """What the imports have made lives to the end: the garbage collector need not go through it again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def gpu_tests(pytestconfig) -> list[str]:
+    return pytestconfig.stash[GPU_TESTS]
 
 
 @pytest.fixture(scope="session")

@@ -165,12 +165,13 @@ def test_rows_have_the_columns_of_the_committed_ones(here):
 )
 @pytest.mark.process
 def test_a_small_matrix_runs_and_skips_what_is_done(which, here, monkeypatch, capsys):
-    """At a size of seconds; the second call, in this process, does nothing."""
-    args = ("smoke", "--only", which, "--out", "rows.jsonl")
+    """At a size of seconds, with another cache; the second call, in this process, does nothing."""
+    (here / ".cache").rename(here / "elsewhere")
+    args = ("smoke", "--only", which, "--out", "rows.jsonl", "--cache", "elsewhere")
     done = command("-m=studies.matrix", *args, cwd=here)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(x) for x in (here / "rows.jsonl").read_text().splitlines()]
-    assert {r["name"] for r in rows} == set(which.split(","))
+    assert {r["name"] for r in rows} == set(which.split(",")) and not (here / ".cache").exists()
     first = which.split(",")[0]
     labels = {r["label"] for r in rows if r["name"] == first}
     assert {"none", "window", "logn", "shifted", "unshifted"} <= labels
