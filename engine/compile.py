@@ -1,5 +1,6 @@
 """What torch.compile compiles in training. Imported only where something is."""
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 import torch._functorch.config
 from torch._dynamo.exc import TorchDynamoException
 
+from conf.errors import rank
 from model import attention
 from model.gpt import GPT
 
@@ -28,7 +30,11 @@ def compile_blocks(model: GPT) -> None:
     # Compiled on a CPU, T5's bias at ctx=1024 trains to NaN. (A decorator would import triton in every process.)
     attention.attend_blocks = torch.compiler.disable(attention.attend_blocks)
     for block in model.blocks:
-        block._compiled_call_impl = compiled_or_plain("a block", block._call_impl)
+        # recompute=true has put a call of checkpoint around forward. Dynamo skips what that calls, so compile within it
+        outer = vars(block).pop("forward", None)
+        recomputed = isinstance(outer, functools.partial)
+        compiled = compiled_or_plain("a block", block.forward)
+        block.forward = functools.partial(outer.func, compiled, **outer.keywords) if recomputed else compiled
     model._block_losses = compiled_or_plain("the loss", model._block_losses)
 
 
@@ -46,7 +52,8 @@ def compiled_or_plain(name: str, plain: Callable) -> Callable:
         except TorchDynamoException as e:
             failed.add(name)
             reason = " ".join(str(e).split("\n\n")[0].split())
-            print(f"warning: torch.compile of {name} failed, it continues uncompiled: {reason}", file=sys.stderr)
+            if rank() == 0:
+                print(f"warning: torch.compile of {name} failed, it continues uncompiled: {reason}", file=sys.stderr)
         return plain(*args, **kwargs)
 
     return call

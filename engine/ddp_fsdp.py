@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from conf.errors import UserError
 from conf.schema import TrainConfig
 from conf.torchrun import check_numbers
-from engine.device import uses_bfloat16
+from engine.device import linear_layers, uses_bfloat16
 from engine.distributed import OneProcess, rank, world
 from model.gpt import GPT
 
@@ -187,8 +187,8 @@ class ManyProcesses(OneProcess):
 def shard_model(model: GPT, device: torch.device, cfg: TrainConfig) -> None:
     """Split the parameters over the processes (FSDP2), in place: no process but rank 0 ever holds all of them.
 
-    With bfloat16 the blocks are gathered in bfloat16, as autocast would cast their weights, and gradients are summed in
-    float32. The embeddings, which the float32 sum of all layers starts from, are gathered in float32.
+    With bfloat16 the linear layers of blocks are gathered in bfloat16, as autocast would cast them, and gradients are
+    summed in float32. What autocast leaves in float32 is gathered in float32: the embeddings, norms, and encodings.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
@@ -204,17 +204,20 @@ def shard_model(model: GPT, device: torch.device, cfg: TrainConfig) -> None:
     mesh, plain, low = init_device_mesh(device.type, (world(),)), MixedPrecisionPolicy(), MixedPrecisionPolicy()
     if uses_bfloat16(device, cfg.dtype):
         low = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh, mp_policy=plain if part is model else low)
+    cast = set(linear_layers(model))
+    wide = nn.ModuleList(m for m in model.blocks.modules() if m not in cast and list(m.parameters(recurse=False)))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=low, ignored_params=set(wide.parameters()))
+    model.wide = wide  # the model's own parameters, gathered once with the embeddings, are those not found in a block
+    fully_shard(model, mesh=mesh, mp_policy=plain)
+    del model.wide
     model.to_empty(device=device)
     tie()
     set_model_state_dict(
         model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=False)
     )
     register_fsdp_forward_method(model, "losses")
-    # Harmless: the view is only read; and uncompiled, norms with gathered weights run as several kernels
-    for message in ("FSDP2-wrapped module .* returned a view", "Mismatch dtype between input and weight"):
-        warnings.filterwarnings("ignore", message=message)
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # which is only read
 
 
 @contextmanager

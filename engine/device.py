@@ -3,6 +3,7 @@
 import ctypes
 import shutil
 import sys
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -100,14 +101,17 @@ def tokens_per_pass(device: torch.device, model: nn.Module) -> int:
     return tokens_that_fit(device, model)
 
 
-def store_in_bfloat16(model: nn.Module) -> None:
-    """Keep the weights of linear layers in bfloat16, in place: the values that autocast would compute in each pass.
-
-    Not those of an encoding, which computes in float32 where autocast would not.
-    """
+def linear_layers(model: nn.Module) -> Iterator[nn.Linear]:
+    """The layers whose weights autocast casts. Not those of an encoding, which computes in float32."""
     for name, m in model.named_modules():
         if isinstance(m, nn.Linear) and not name.startswith("pos.") and ".content." not in name:
-            m.weight = nn.Parameter(m.weight.to(torch.bfloat16), requires_grad=False)
+            yield m
+
+
+def store_in_bfloat16(model: nn.Module) -> None:
+    """Keep the weights of linear layers in bfloat16, in place: the values that autocast would compute in each pass."""
+    for m in linear_layers(model):
+        m.weight = nn.Parameter(m.weight.to(torch.bfloat16), requires_grad=False)
 
 
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager:

@@ -44,6 +44,7 @@ def same(a: object, b: object) -> bool:
 
 EACH = [f"pos={p}" for p in choices("pos")] + [f"model={m}" for m in choices("model") if m != "gpt2"]
 EACH += ["model.n_kv_heads=1", "model.mlp=swiglu", "model.tied_head=false", "dtype=float32"]
+EACH += [f"layers={x}" for x in choices("layers")]
 EACH += ["micro_tokens=128"]  # 4 forward passes for each step
 
 
