@@ -35,11 +35,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked slow or gpu run only where -m names them. Long tests come first, so that no worker ends with one."""
+    """Tests marked gpu or slow run only where -m names them; those marked both need gpu alone.
+
+    Long tests come first, so that no worker ends with one.
+    """
     config.stash[GPU_TESTS] = [item.nodeid for item in items if item.get_closest_marker("gpu")]
-    left_out = {marker for marker in ("slow", "gpu") if marker not in config.getoption("-m")}
-    config.hook.pytest_deselected(items=[x for x in items if any(map(x.get_closest_marker, left_out))])
-    items[:] = [x for x in items if not any(map(x.get_closest_marker, left_out))]
+    named = config.getoption("-m")
+    markers = [next((m for m in ("gpu", "slow") if item.get_closest_marker(m)), None) for item in items]
+    config.hook.pytest_deselected(items=[x for x, m in zip(items, markers, strict=True) if m and m not in named])
+    items[:] = [x for x, m in zip(items, markers, strict=True) if not m or m in named]
     items.sort(key=lambda item: not (item.get_closest_marker("process") or item.get_closest_marker("distributed")))
 
 
