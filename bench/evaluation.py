@@ -15,9 +15,10 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from bench.rows import append_json, commit
+from bench.rows import append_json
 from conf.errors import UserError, user_errors_in_one_line
 from conf.registry import ROOT
+from engine.code_version import commit
 
 
 def measure(checkout: Path, arguments: list[str], runs: Path) -> dict[str, float]:

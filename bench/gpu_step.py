@@ -21,7 +21,7 @@ from bench.step import Peer
 from conf.compose import train_settings
 from conf.schema import TrainConfig
 from engine import device as devices
-from engine.compile import compile_blocks, failed
+from engine.compile import compile_blocks
 from engine.gpu_limits import peak_flops
 from engine.optimizer import make_optimizer
 from engine.throughput import flops_per_token
@@ -36,7 +36,7 @@ def our_step(cfg: TrainConfig, vocab: int, kernel: str, device: torch.device) ->
     model = gpt.build(cfg, vocab).to(device)
     optimizer = make_optimizer(model, cfg.optim)
     if device.type == "cuda":
-        compile_blocks(model)
+        compile_blocks(model, fallback=False)
     x = torch.randint(vocab, (cfg.micro_tokens // cfg.ctx, cfg.ctx + 1), device=device)
 
     def step() -> None:
@@ -119,7 +119,6 @@ def main() -> None:
         torch.compiler.reset()  # what was compiled before would count against dynamo's limit of versions
         step, tokens, parameters = make()
         rate = tokens / seconds(step, device, 3 if toy else 20)
-        assert not failed, f"{name}: torch.compile of {failed} failed, so this row would not be what it says"
         mfu = rate * flops_per_token(parameters, cfg.model, cfg.ctx) / peak if peak else None
         memory = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None
         table.append({"what": name, "tokens": tokens, "tokens_per_s": rate, "mfu": mfu, "peak_gb": memory})

@@ -19,13 +19,14 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from bench.rows import append_json, commit
+from bench.rows import append_json
 from bench.step import origin
 from conf.compose import train_settings
 from conf.errors import UserError, user_errors_in_one_line
 from conf.registry import ROOT
 from conf.schema import TrainConfig
 from data import corpus as corpora
+from engine.code_version import commit
 
 
 def run(argv: list[str], cwd: Path) -> str:

@@ -3,29 +3,12 @@
 import csv
 import json
 import platform
-import subprocess
 from pathlib import Path
 
 import torch
 
-from conf.registry import ROOT
 from engine.checkpoint import write_atomically
-
-
-def output_of(*command: str) -> str:
-    """What a command prints; "unknown" where it does not exist or fails."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def commit(checkout: Path = ROOT) -> str:
-    """The short hash of a checkout's commit, followed by + if its code differs from it; "unknown" without git."""
-    git = ("git", "-C", str(checkout))
-    # Results and texts may differ: they do not change a number
-    changed = output_of(*git, "diff", "HEAD", "--name-only", "--", ".", ":!results", ":!*.md")
-    return output_of(*git, "rev-parse", "--short", "HEAD") + "+" * (changed not in ("", "unknown"))
+from engine.code_version import commit, output_of
 
 
 def append_json(path: Path, row: dict) -> None:

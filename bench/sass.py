@@ -26,7 +26,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from bench.rows import append_json, commit
+from bench.rows import append_json
+from engine.code_version import commit
 from kernels import rope_triton
 
 TARGET = GPUTarget("cuda", 90, 32)

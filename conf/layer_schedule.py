@@ -155,7 +155,7 @@ def resolved_yaml(name: str, cfg: TrainConfig) -> dict[str, Any]:
 def flatten(layers: dict[str, Any], cfg: TrainConfig) -> dict[str, str]:
     """The settings of all kinds of layer in one dict: {"L": {"window": 8}} becomes {"L.window": "8"}.
 
-    A kind without an encoding of its own gets the encoding of the run.
+    A kind of layer that sets no encoding has the one of pos=.
     """
     flat = {}
     for letter, values in layers.items():

@@ -14,16 +14,22 @@ from model import attention
 from model.gpt import GPT
 
 
-def compile_blocks(model: GPT) -> None:
+def compile_blocks(model: GPT, fallback: bool = True) -> None:
     """Compile one block, whose code all blocks share, and the loss; in place, so that state dicts keep their names.
 
-    Not the whole model: that is no faster here and takes longer to compile.
+    Not the whole model: that is no faster here and takes longer to compile. fallback: what cannot be compiled runs
+    uncompiled, which is said one time by name. Without it the error is raised: a benchmark must not measure that.
     """
-    failed.clear()
+    failed: set[str] = set()  # what could not be compiled
+
+    def compiled(name: str, plain: Callable) -> Callable:
+        fast = torch.compile(plain, dynamic=False)
+        return or_plain(name, fast, plain, failed) if fallback else fast
+
     # By default 8 versions of a block are compiled. A kind of layer needs one for each length of the rows (ctx_start)
     config: Any = torch._dynamo.config
     config.recompile_limit = max(64, config.recompile_limit)
-    # Compile backward passes with the forward ones, where compiled_or_plain catches what fails (new in torch 2.9)
+    # Compile backward passes with the forward ones, where or_plain catches what fails (new in torch 2.9)
     functorch: Any = torch._functorch.config
     functorch.force_non_lazy_backward_lowering = True
     torch.compiler.reset()  # what an earlier job of a sweep compiled counts against dynamo's limit of recompilations
@@ -33,17 +39,13 @@ def compile_blocks(model: GPT) -> None:
         # recompute=true has put a call of checkpoint around forward. Dynamo skips what that calls, so compile within it
         outer = vars(block).pop("forward", None)
         recomputed = isinstance(outer, functools.partial)
-        compiled = compiled_or_plain("a block", block.forward)
-        block.forward = functools.partial(outer.func, compiled, **outer.keywords) if recomputed else compiled
-    model._block_losses = compiled_or_plain("the loss", model._block_losses)
+        forward = compiled("a block", block.forward)
+        block.forward = functools.partial(outer.func, forward, **outer.keywords) if recomputed else forward
+    model._block_losses = compiled("the loss", model._block_losses)
 
 
-failed: set[str] = set()  # what could not be compiled
-
-
-def compiled_or_plain(name: str, plain: Callable) -> Callable:
-    """torch.compile(plain), or plain itself where there is no compiler or it fails, which is said one time by name."""
-    compiled = torch.compile(plain, dynamic=False)
+def or_plain(name: str, compiled: Callable, plain: Callable, failed: set[str]) -> Callable:
+    """compiled, until it fails or finds no compiler: from then on plain. `failed` gets the name, which is printed."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:

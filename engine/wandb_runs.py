@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -21,8 +20,6 @@ os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("WANDB_HTTP_TIMEOUT", "5")
 import wandb
 from tqdm import tqdm
-
-from conf.registry import ROOT
 
 # Seconds to wait for the server. Without limits, the end of a run waits for ever for a server that has gone
 ANSWER, CONNECT, FINISH = 5.0, 10.0, 8.0
@@ -64,14 +61,6 @@ def stable_id(name: str, identity: Any) -> str:
     """A readable id, the same for the same identity (JSON values): NAME-HASH, at most 109 characters."""
     key = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:8]
     return f"{slug(name)[:100]}-{key}"
-
-
-def commit() -> str | None:
-    """The short hash of the checked-out commit, followed by + if the code differs from it; None without git."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
-    with suppress(OSError, subprocess.TimeoutExpired):
-        return subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip() or None
-    return None
 
 
 def weights_artifact(run: str, digest: str, config: dict) -> wandb.Artifact:

@@ -12,6 +12,7 @@ import wandb
 
 from conf.schema import TrainConfig
 from engine import checkpoint, wandb_runs
+from engine.code_version import commit
 from engine.tracking import TrainingLog
 from model import gpt
 
@@ -20,7 +21,7 @@ from model import gpt
 def open_log(cfg: TrainConfig, folder: Path, start: int, measured: dict[str, Any]) -> Generator[TrainingLog]:
     """See engine/tracking.py, `training_log`."""
     name, uploads = folder.name, _uploads_checkpoint()
-    config = {**run_config(name, cfg), **measured, "commit": wandb_runs.commit()}
+    config = {**run_config(name, cfg), **measured, "commit": commit()}
     timeout = wandb_runs.FINISH_WITH_CHECKPOINT if uploads else wandb_runs.FINISH
     run_id = training_id(folder, start)
     with wandb_runs.open_run(

@@ -16,6 +16,7 @@ import numpy as np
 import wandb
 
 from engine import wandb_runs
+from engine.code_version import commit
 from engine.run import Run
 from engine.wandb_training import run_config
 from measure.accuracy import effective_context
@@ -95,7 +96,7 @@ def curve_config(evaluation: Evaluation, method: Method) -> dict[str, Any]:
         "lengths": evaluation.lengths, "texts": evaluation.texts, "targets": _digest(evaluation.targets),
         "weights": run.digest[:12], "step": run.step,
     }  # fmt: skip
-    here = {"device": evaluation.device.type, "dtype": evaluation.dtype_name, "commit": wandb_runs.commit()}
+    here = {"device": evaluation.device.type, "dtype": evaluation.dtype_name, "commit": commit()}
     return {**run_config(run.name, run.cfg), "n_parameters": n_parameters(run), **here, "eval": measured}
 
 

@@ -28,6 +28,7 @@ from conf.errors import UserError, check, user_errors_in_one_line
 from conf.leftovers import check_writable
 from conf.registry import ROOT, choices, yaml_values
 from engine.checkpoint import write_atomically
+from engine.code_version import commit
 from engine.device import autocast
 from engine.run import Run
 from measure.comparison import select_shared
@@ -208,19 +209,6 @@ def shifted(job: Job, run: Run, size: Size, command: str) -> Rows:
             }
         )
     return rows
-
-
-def commit() -> str:
-    """The short hash of the checked-out commit, followed by + if the code differs from it; "unknown" without git."""
-    git = ["git", "-C", str(ROOT)]
-    try:
-        name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
-    except OSError:
-        return "unknown"
-    # Results and texts may differ: they do not change a number
-    changed = [line for line in status.splitlines() if not line.endswith(("jsonl", "png", "svg", "md"))]
-    return (name or "unknown") + ("+" if changed else "")
 
 
 # ---- the command ----

@@ -20,11 +20,12 @@ import numpy as np
 from conf.errors import UserError, user_errors_in_one_line
 from conf.registry import ROOT
 from engine.checkpoint import write_atomically
+from engine.code_version import commit
 from hf.open import open_checkpoint
 from hf.read import read_settings
 from measure.curves import Curve, Row, better_control, read_curve, write_jsonl
 from measure.mixed_effects import Estimate, estimate
-from studies.matrix import Stopped, commit, run_script
+from studies.matrix import Stopped, run_script
 from studies.rows import BAR, Rows, losses, minus, per_document, read_rows, trained_ctx
 from studies.tables import header, line
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from bench import encodings, nanogpt, rows, step, step_parts
+from bench import encodings, nanogpt, step, step_parts
 from conf.errors import UserError
+from engine.code_version import commit
 
 
 def test_the_speed_of_encodings_is_measured_in_turns_and_relative_to_rope(tmp_path, monkeypatch, capsys):
@@ -70,20 +71,20 @@ def test_a_row_names_the_commit_and_whether_the_code_differs_from_it(tmp_path):
         identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
         subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
 
-    assert rows.commit(tmp_path) == "unknown"
+    assert commit(tmp_path) == "unknown"
     (tmp_path / "results").mkdir()
     for name in ("code.py", "text.md", "results/rows.jsonl"):
         (tmp_path / name).write_text("1")
     git("init")
     git("add", ".")
     git("commit", "-m", "a")
-    name = rows.commit(tmp_path)
+    name = commit(tmp_path)
     assert re.fullmatch(r"[0-9a-f]{7,}", name)
     (tmp_path / "text.md").write_text("2")
     (tmp_path / "results/rows.jsonl").write_text("2")
-    assert rows.commit(tmp_path) == name
+    assert commit(tmp_path) == name
     (tmp_path / "code.py").write_text("2")
-    assert rows.commit(tmp_path) == name + "+"
+    assert commit(tmp_path) == name + "+"
 
 
 def test_parts_of_a_step_whose_compilation_failed_are_no_row(tmp_path, monkeypatch):
@@ -101,7 +102,7 @@ def test_parts_of_a_step_whose_compilation_failed_are_no_row(tmp_path, monkeypat
         monkeypatch.setattr(module, name, value)
     sizes = ["exp=smoke", "model.width=32", "ctx=16", "batch_tokens=32", "micro_tokens=32"]
     monkeypatch.setattr(sys, "argv", ["step_parts", *sizes])
-    with pytest.raises(AssertionError, match=r"torch\.compile of .*a block.* failed"):
+    with pytest.raises(TorchDynamoException, match="no compiler"):
         step_parts.main()
     assert not list(tmp_path.iterdir())
 

@@ -155,7 +155,10 @@ def test_the_loss_of_gpt2_is_in_as_few_blocks_as_a_gpus_memory_allows(gigabytes,
 
 
 def test_a_failed_compilation_is_one_line_for_each_thing_and_training_continues(monkeypatch, capsys):
+    tried = []
+
     def fails(graph, inputs):
+        tried.append(graph)
         raise RuntimeError("no compiler here")
 
     model = gpt.build(train_settings("pos=rope", *SMALL), 50)
@@ -166,11 +169,12 @@ def test_a_failed_compilation_is_one_line_for_each_thing_and_training_continues(
     compiling.compile_blocks(model)
     for _ in range(2):
         assert torch.equal(model.losses(x[:, :-1], x[:, 1:]), want)
+    assert len(tried) == 2  # a block and the loss, each of which is then left uncompiled
     lines = capsys.readouterr().err.splitlines()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     compiling.compile_blocks(model)
-    assert torch.equal(model.losses(x[:, :-1], x[:, 1:]), want) and len(compiling.failed) == 2
+    assert torch.equal(model.losses(x[:, :-1], x[:, 1:]), want) and len(tried) > 2
     assert not capsys.readouterr().err  # rank 0 has said it
     assert len(lines) == 2 and all("no compiler here" in line for line in lines)
     assert all(

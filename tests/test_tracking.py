@@ -23,6 +23,7 @@ import wandb
 
 from conf.registry import describe
 from engine import checkpoint, tracking, wandb_runs, wandb_training
+from engine.code_version import commit
 from engine.run import Run
 from measure import wandb_curves
 from measure.curves import controls, read_curve
@@ -129,7 +130,7 @@ def test_name_config_and_id_tell_any_two_measurements_apart(in_trained):
         "lengths": [64, 128, 256], "texts": measured[0][0].texts, "targets": first["eval"]["targets"],
         "weights": run.digest[:12], "step": 20,
     }  # fmt: skip
-    assert (first["device"], first["dtype"], first["commit"]) == ("cpu", "float32", wandb_runs.commit())
+    assert (first["device"], first["dtype"], first["commit"]) == ("cpu", "float32", commit())
     name, run_id = wandb_curves.name_and_id(first)
     assert name.startswith("x none matched ctx256 docs4 float32 ") and run_id.startswith("x-none-matched-ctx256-")
     assert wandb_curves.name_and_id(wandb_curves.curve_config(*evaluation_of(run, "ctx=256"))) == (name, run_id)
