@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from conf.errors import user_errors_in_one_line
 from measure.mixed_effects import Estimate, q_values
-from studies.published import CLAIMS, MARGINS_BETWEEN_RUNS, MARGINS_WITHIN_A_RUN, Check, Claim, worse
+from studies.checks import MARGINS_BETWEEN_RUNS, MARGINS_WITHIN_A_RUN, Check, Claim, worse
+from studies.published import CLAIMS
 from studies.rows import Rows, report_command
 
 ALPHA = 0.05
@@ -39,7 +40,7 @@ large, no number would. q is the false discovery rate of the verdict over all me
 "{missing}": no rows.
 
 "No worse" and "the same" are tests of equivalence (TOST) with these margins in nats per token, chosen from the noise
-floor in [matrix.md](matrix.md) (`studies/published.py`): between two runs {between}; within one run {within}.
+floor in [matrix.md](matrix.md) (`studies/checks.py`): between two runs {between}; within one run {within}.
 
 "{old}": measured on the first rows, which score the last 64 tokens of each document, because the new rows do not have
 all conditions.

@@ -12,8 +12,8 @@ from conf.errors import user_errors_in_one_line
 from conf.leftovers import check_writable
 from conf.registry import ROOT
 from engine.checkpoint import write_atomically
+from studies.checks import At, Check, Claim, L, no_worse, worse
 from studies.claims import claims_sections
-from studies.published import At, Check, Claim, L, no_worse, worse
 from studies.rows import Rows, read_rows, run_of, trained_ctx
 from studies.tables import gain, gain_cells, header, line, perplexity
 

@@ -25,7 +25,7 @@ from hf.open import open_checkpoint
 from hf.read import read_settings
 from measure.curves import Curve, Row, better_control, read_curve, write_jsonl
 from measure.mixed_effects import Estimate, estimate
-from studies.matrix import Stopped, run_script
+from studies.processes import Stopped, run_script
 from studies.rows import BAR, Rows, losses, minus, per_document, read_rows, trained_ctx
 from studies.tables import header, line
 

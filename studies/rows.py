@@ -1,6 +1,6 @@
 """The rows of the matrix, results/matrix.jsonl: functions that read them, and computations that several studies share.
 
-A row is one run, one method and one length n. Its keys are those of `gather` and `shifted` in studies/matrix.py, which
+A row is one run, one method and one length n. Its keys are those of `gather` and `shifted` in studies/jobs.py, which
 writes the file. Claims, tables and figures only read it.
 
 A row scores several windows of each document: `windows` has their numbers, and `nll` the sum of nats of each window,

@@ -38,13 +38,13 @@ ROOMS = {*ALLOWED, "tests"}
 # Heavy packages: who may import them when the module is loaded, and not only inside a function
 AT_LOAD = {
     # These are themselves loaded inside functions: DRAWING, LOGGING
-    "matplotlib": {"measure/plots.py", "measure/plots_of_runs.py", "studies/figures.py"},
+    "matplotlib": {"measure/plots.py", "measure/plots_of_runs.py", "studies/figures.py", "studies/figure_parts.py"},
     "wandb": {"engine/wandb_runs.py", "engine/wandb_training.py", "measure/wandb_curves.py"},
     "transformers": set(),
     "triton": {"kernels/rope_triton.py", "bench/"},
     "torch.distributed": {"engine/ddp_fsdp.py", "engine/shards.py"},
 }
-DRAWING = {"measure.plots", "measure.plots_of_runs", "studies.figures"}
+DRAWING = {"measure.plots", "measure.plots_of_runs", "studies.figures", "studies.figure_parts"}
 LOGGING = {"engine.wandb_runs", "engine.wandb_training", "measure.wandb_curves"}
 
 

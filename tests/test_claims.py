@@ -12,9 +12,10 @@ import pytest
 
 from conf.errors import UserError
 from measure.mixed_effects import Estimate, estimate
-from studies import claims, layers, plan, published, tables
+from studies import checks, claims, layers, plan, tables
+from studies.checks import At, Check, DecayCheck, no_worse, worse
 from studies.claims import HOLDS, MISSING, OLD, REFUTED
-from studies.published import CLAIMS, At, Check, DecayCheck, no_worse, worse
+from studies.published import CLAIMS
 from studies.rows import BAR, Rows, bar, by_window, losses, minus, per_document, read_both, read_rows
 from tests.helpers import ROOT, choices, layer_study_rows
 
@@ -187,7 +188,7 @@ def test_a_rise_is_measured_from_the_own_loss_at_the_trained_length():
 def test_absolute_differences_do_not_cancel():
     rows = [new_row("learned", "shifted", 128, 0, {0: [1.0, 3.0], 1: [3.0, 1.0]})]
     rows += [new_row("learned", "unshifted", 128, 0, {0: [2.0, 2.0], 1: [2.0, 2.0]})]
-    assert claims.in_tokens(published.shift_changes("learned"), 256).measure(rows).mean == 1
+    assert claims.in_tokens(checks.shift_changes("learned"), 256).measure(rows).mean == 1
 
 
 def test_margins_depend_on_the_length_and_on_the_runs():
@@ -196,7 +197,7 @@ def test_margins_depend_on_the_length_and_on_the_runs():
     assert no_worse("alibi", "none", 16, "alibi", "none", 1).margin == 0.04
     assert no_worse("xpos", "none", 1, "rope", "none", 1).margin == 0.04
     assert no_worse("xpos", "none", 1.25, "rope", "none", 1).margin == 0.24
-    for table in (published.MARGINS_BETWEEN_RUNS, published.MARGINS_WITHIN_A_RUN):
+    for table in (checks.MARGINS_BETWEEN_RUNS, checks.MARGINS_WITHIN_A_RUN):
         assert list(table) == sorted(table)
 
 
@@ -307,11 +308,11 @@ def test_pi_against_no_scaling_has_a_verdict_for_every_length():
 
 
 def test_the_decay_claim_is_exact_and_without_its_table_a_user_error(tmp_path, monkeypatch):
-    check = claims.in_tokens(published.decays_less(5000, than=500), 256)
+    check = claims.in_tokens(checks.decays_less(5000, than=500), 256)
     assert check.measure([]).variance == 0 and re.fullmatch(
         r".*: \+0\.\d{3}", claims.describe(check, check.measure([]))
     )
-    monkeypatch.setattr(published, "ROOT", tmp_path)
+    monkeypatch.setattr(checks, "ROOT", tmp_path)
     with pytest.raises(UserError, match=r"first python -m studies\.decay"):
         check.measure([])
 

@@ -18,7 +18,7 @@ from measure import plots
 from measure.curves import Curve
 from model.scaling import TrainedContext
 from model.spectrum import frequencies
-from studies import decay, figures, spectrum
+from studies import decay, figure_parts, figures, spectrum
 from studies.rows import Rows, read_both
 from tests.helpers import A_ROW, ROOT, curve_of, layer_study_rows
 
@@ -224,7 +224,7 @@ def test_marks_at_nearby_lengths_do_not_overlap():
 def test_fewer_than_three_seeds_are_points_without_a_band(rows):
     _, ax = plt.subplots()
     two, three = np.array([3.0, 3.5]), np.array([3.0, 3.2, 3.5])
-    assert figures.draw_line(ax, {1.0: two, 2.0: three, 3.0: three}, {"color": "#000000"}) == (
+    assert figure_parts.draw_line(ax, {1.0: two, 2.0: three, 3.0: three}, {"color": "#000000"}) == (
         3.0,
         np.exp(three.mean()),
     )

@@ -19,7 +19,8 @@ from measure.curves import read_curve
 from measure.evaluation import NONE, WINDOW, Evaluation
 from model import gpt
 from model.scaling import NO_CHANGE, resolve
-from studies import matrix, plan
+from studies import matrix, plan, processes
+from studies.jobs import applicable_scalings, gather, shifted
 from studies.plan import Job
 from studies.rows import Rows, read_rows
 from tests.helpers import ROOT, choices, command, eval_settings, run_train, train_settings
@@ -118,11 +119,11 @@ def opened(name: str) -> Run:
 
 def test_a_run_is_evaluated_with_the_scalings_that_apply_to_it(here):
     run_train("steps=1", "name=a")
-    names = matrix.applicable_scalings(opened("a"), 512)
+    names = applicable_scalings(opened("a"), 512)
     assert {"pi", "ntk", "yarn", "rerope", "logn", "window_sink"} <= set(names)
     assert not {"none", "window", "longrope"} & set(names)
     run_train("steps=1", "name=b", "pos=alibi")
-    assert "pi" not in matrix.applicable_scalings(opened("b"), 512)
+    assert "pi" not in applicable_scalings(opened("b"), 512)
 
 
 def test_rows_have_the_columns_of_the_committed_ones(here):
@@ -144,7 +145,7 @@ def test_rows_have_the_columns_of_the_committed_ones(here):
     size = replace(plan.load_size("quick"), documents=3, windows=2)
     for part, more in (("encodings", {}), ("finetune", {"method": "pi", "finetune_steps": 1, "percent": 50.0})):
         job = plan.Job(part, "a-s0", 0, (), 1, (32, 64), columns=more)
-        gathered = matrix.gather(job, run, "python train.py name=a-s0")
+        gathered = gather(job, run, "python train.py name=a-s0")
         of_version = [x for x in gathered[0] if x in columns[part, False] or x not in NEW_COLUMNS]
         assert {tuple(row) for row in gathered} == {tuple(gathered[0])} and of_version == columns[part, False]
         assert [(row["label"], row["n"]) for row in gathered] == [(x, n) for x in ("none", "window") for n in (32, 64)]
@@ -153,9 +154,9 @@ def test_rows_have_the_columns_of_the_committed_ones(here):
     assert first["windows"] == [0, 1] and len(first["nll"]) == 3 * 2
     assert first["pos"] == "rope" and first["in_window"] == run.validation["bits_per_byte"] and first["base"] == 10000
     job = plan.Job("references", "a-s0", 0, (), 1, (64,), methods=())
-    assert [(row["label"], row["n"]) for row in matrix.gather(job, run, "")] == [("none", 64), ("window", 64)]
+    assert [(row["label"], row["n"]) for row in gather(job, run, "")] == [("none", 64), ("window", 64)]
     job = plan.Job("encodings", "a-s0", 0, (), 1, (32, 64))
-    for row in matrix.shifted(job, run, size, "python train.py name=a-s0"):
+    for row in shifted(job, run, size, "python train.py name=a-s0"):
         assert [x for x in row if x in columns["encodings", True] or x not in NEW_COLUMNS] == columns["encodings", True]
         assert row["n"] == 32 and row["windows"] == [0, 1] and len(row["nll"]) == 3 * 2
 
@@ -240,12 +241,12 @@ def test_several_jobs_at_a_time_wait_for_the_runs_that_they_start_from():
         return [{"name": job.name}]
 
     jobs = [job("a"), job("b"), job("child", "init=a"), job("other", "init=elsewhere")]
-    rows = {job.name: rows for job, rows in matrix.finished_jobs(jobs, run, 2)}
+    rows = {job.name: rows for job, rows in processes.finished_jobs(jobs, run, 2)}
     assert rows == {job.name: [{"name": job.name}] for job in jobs}
     assert order.index("a ends") < order.index("child begins")
     order.clear()
     with pytest.raises(UserError, match="bad"):
-        list(matrix.finished_jobs([job("bad"), job("after", "init=bad"), job("last", "init=bad")], run, 1))
+        list(processes.finished_jobs([job("bad"), job("after", "init=bad"), job("last", "init=bad")], run, 1))
     assert order == ["bad begins"]
 
 
