@@ -10,11 +10,20 @@ Letters: C width, H query heads, G key-value heads, D head width, i layer.
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from conf.schema import ModelConfig
 from hf.config import HARMLESS, OFF, Config
+from hf.folds import (
+    fold_bloom,
+    fold_cohere2,
+    fold_gemma3,
+    fold_gpt2,
+    fold_granite,
+    logits_scaling,
+    score_width,
+    unfold_gemma3,
+)
 from hf.layer_types import (
     FULL,
     SLIDING,
@@ -34,85 +43,6 @@ ACTIVATIONS = {
     False: {"relu2": "relu2", "gelu": "gelu_exact"} | dict.fromkeys(TANH_GELU, "gelu"),
     True: {"silu": "swiglu"} | dict.fromkeys(TANH_GELU, "geglu"),
 }
-
-# ---- multiplied into the weights ----
-
-
-def scale_scores(m: ModelConfig, ours: dict[str, Tensor], factors: list[float]) -> None:
-    """Multiply the attention scores of each layer by its factor, by way of the weights that make the queries."""
-    for i, factor in enumerate(factors):
-        for name in (f"blocks.{i}.attention.qkv.{kind}" for kind in ("weight", "bias")):
-            if name in ours and factor != 1:
-                ours[name][: m.n_heads * m.head_width] *= factor
-
-
-def fold_granite(c: Config, m: ModelConfig, ours: dict[str, Tensor], take: Take) -> None:
-    """Granite's multipliers: of the embeddings, of what each block adds, of the scores, and a divisor of the logits."""
-    residual = c.number("residual_multiplier", default=1.0)
-    for name in ours:
-        if ".attention.out." in name or ".mlp.down." in name:
-            ours[name] *= residual
-    scale_scores(m, ours, [c.number("attention_multiplier", default=1.0) * m.head_width**0.5] * m.n_layers)
-    # Not in place, and no longer tied: a tied head is the same tensor, and has another factor
-    ours["tokens.weight"] = ours["tokens.weight"] * c.number("embedding_multiplier", default=1.0)
-    ours["head.weight"] = ours["head.weight"] / logits_scaling(c)
-    m.tied_head = False
-
-
-def logits_scaling(c: Config) -> float:
-    divisor = c.number("logits_scaling", default=1.0)
-    if divisor == 0:
-        raise c.refuse("logits_scaling", divisor, "must be above 0")
-    return divisor
-
-
-def fold_gpt2(c: Config, m: ModelConfig, ours: dict[str, Tensor], take: Take) -> None:
-    """GPT-2's other scales of the scores: not divided by sqrt(D), or divided by the number of the layer."""
-    by_layer = c.flag("scale_attn_by_inverse_layer_idx")
-    factor = 1.0 if c.flag("scale_attn_weights", default=True) else m.head_width**0.5
-    scale_scores(m, ours, [factor / (i + 1) if by_layer else factor for i in range(m.n_layers)])
-
-
-def fold_bloom(c: Config, m: ModelConfig, ours: dict[str, Tensor], take: Take) -> None:
-    """BLOOM's LayerNorm of the embeddings: a function of the token alone, so its output is the embedding.
-
-    The tied head has the embeddings before the norm, so it is no longer tied.
-    """
-    norm = {kind: take(f"transformer.word_embeddings_layernorm.{kind}", (m.width,)) for kind in ("weight", "bias")}
-    ours["tokens.weight"] = F.layer_norm(ours["tokens.weight"], (m.width,), **norm, eps=m.norm_eps)
-    m.tied_head = False
-
-
-def fold_gemma3(c: Config, m: ModelConfig, ours: dict[str, Tensor], take: Take) -> None:
-    """Gemma 3's norms multiply by 1 + weight, its embeddings by sqrt(C), and its scores have another divisor.
-
-    A tied head has the embeddings without sqrt(C), by which the final norm is divided instead, so that it stays tied.
-    """
-    for name in (name for name, x in ours.items() if x.dim() == 1 and name.endswith("weight")):
-        ours[name] = ours[name] + 1
-    for i in range(m.n_layers):
-        ours[f"blocks.{i}.attention.qk_norms.0.weight"] *= (m.head_width / score_width(c)) ** 0.5
-    scale_embeddings(m, ours, m.width**0.5)
-
-
-def unfold_gemma3(m: ModelConfig, ours: dict[str, Tensor]) -> None:
-    """The inverse of `fold_gemma3`, where the scores are divided by the root of the width of a head."""
-    scale_embeddings(m, ours, m.width**-0.5)
-    for name in (name for name, x in ours.items() if x.dim() == 1 and name.endswith("weight")):
-        ours[name] = ours[name] - 1
-
-
-def scale_embeddings(m: ModelConfig, ours: dict[str, Tensor], factor: float) -> None:
-    """Multiply the embeddings; if the head is tied to them, the final norm is divided so that the logits stay."""
-    ours["tokens.weight"] = ours["tokens.weight"] * factor
-    if m.tied_head:
-        ours["head.weight"], ours["norm.weight"] = ours["tokens.weight"], ours["norm.weight"] / factor
-
-
-def fold_cohere2(c: Config, m: ModelConfig, ours: dict[str, Tensor], take: Take) -> None:
-    """Cohere 2's factor of the logits, by way of the final norm, which has no bias."""
-    ours["norm.weight"] = ours["norm.weight"] * c.number("logit_scale", default=0.0625)
-
 
 # ---- settings from config.json ----
 
@@ -137,7 +67,6 @@ def refuse_window(c: Config, key: str, window: int | None, ctx: int) -> None:
 # Where transformers' defaults, which apply to an absent key, are not those of Llama
 NORM_EPS = {"arcee": 1e-5, "olmo2": 1e-5, "olmo3": 1e-5, "phi3": 1e-5}
 KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4, "stablelm": 32}
-ROPE_THETA = {"olmo3": 500_000.0, "smollm3": 2_000_000.0}
 # Settings of the code that trained these models, and of sums in another order. transformers reads none of MPT's,
 # learned_pos_emb beside ALiBi neither.
 BLOOM_HARMLESS = """attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi skip_bias_add
@@ -160,15 +89,11 @@ def kv_heads(c: Config, H: int) -> int:
     return c.count("num_key_value_heads", default=default)
 
 
-def llama(c: Config, ctx: int, train_ctx: int | None) -> Settings:
-    """Llama 2/3, SmolLM2/3, Mistral, Qwen2/3, Phi-3, OLMo 2/3, Granite, and Arcee, which is Llama without the gate.
-
-    For this and the other families: ctx is the longest length to evaluate, tokens. train_ctx: the context of the
-    pre-training from the command line, or None. UserError for a setting that our GPT does not have.
-    """
+def llama_model(c: Config) -> ModelConfig:
+    """The model of Llama and its relatives; Arcee is one without the gate."""
     kind, H, width = c.get("model_type"), c.count("num_attention_heads"), c.count("hidden_size")
     attention_bias, olmo = kind in ATTENTION_BIAS and c.flag("attention_bias"), kind in ("olmo2", "olmo3")
-    m = ModelConfig(
+    return ModelConfig(
         n_layers=c.count("num_hidden_layers"), n_heads=H, n_kv_heads=kv_heads(c, H),
         head_dim=c.count("head_dim", default=128 if kind == "qwen3" else max(1, width // H)), width=width,
         mlp=activation(c, "hidden_act", kind != "arcee", "silu" if kind != "arcee" else "relu2"),
@@ -179,30 +104,54 @@ def llama(c: Config, ctx: int, train_ctx: int | None) -> Settings:
         qkv_bias=kind == "qwen2" or attention_bias, out_bias=attention_bias,
         mlp_bias=kind in MLP_BIAS and c.flag("mlp_bias"),
     )  # fmt: skip
-    if kind == "granite":  # `fold_granite` uses them, when the weights are read
-        for multiplier in ("embedding_multiplier", "residual_multiplier", "attention_multiplier"):
-            c.number(multiplier, default=1.0)
-        logits_scaling(c)
+
+
+def llama(c: Config, ctx: int, train_ctx: int | None) -> Settings:
+    """Llama 2 and 3, SmolLM2 and 3, Mistral, Qwen2 and 3, OLMo 2, and Arcee.
+
+    For this and the other families: ctx is the longest length to evaluate, tokens. train_ctx: the context of the
+    pre-training from the command line, or None. UserError for a setting that our GPT does not have.
+    """
+    m, kind = llama_model(c), c.get("model_type")
     rotated = read_rotated(c, m.n_layers) if kind == "smollm3" else [True] * m.n_layers
     windows, longest = windows_of_family(c, kind, rotated), c.count("max_position_embeddings")
-    base = c.number("rope_theta", default=ROPE_THETA.get(kind, 10000.0), least=1)
-    if kind == "olmo3":
-        if not c.object("rope_parameters") and base != ROPE_THETA[kind]:
-            reason = "transformers gives it to the full layers only: rope_parameters must have it for each type"
-            raise c.refuse("rope_theta", base, reason)
-        types = read_rope_of_types(c, {FULL: base, SLIDING: ROPE_THETA[kind]}, longest, train_ctx)
-        return m, with_layers(c, windows, rotated, types[FULL], types[SLIDING])
+    base = c.number("rope_theta", default=2_000_000.0 if kind == "smollm3" else 10_000.0, least=1)
+    rope = read_rope(c, *rope_object(c), base, longest, train_ctx)
+    return m, with_layers(c, windows, rotated, rope, rope)
+
+
+def granite(c: Config, ctx: int, train_ctx: int | None) -> Settings:
+    """Granite: Llama with multipliers (`fold_granite`)."""
+    for multiplier in ("embedding_multiplier", "residual_multiplier", "attention_multiplier"):
+        c.number(multiplier, default=1.0)
+    logits_scaling(c)
+    return llama(c, ctx, train_ctx)
+
+
+def olmo3(c: Config, ctx: int, train_ctx: int | None) -> Settings:
+    """OLMo 3: OLMo 2, with windows in three of four layers, which may have a rotation of their own."""
+    m, default = llama_model(c), 500_000.0
+    base, rotated = c.number("rope_theta", default=default, least=1), [True] * m.n_layers
+    if not c.object("rope_parameters") and base != default:
+        reason = "transformers gives it to the full layers only: rope_parameters must have it for each type"
+        raise c.refuse("rope_theta", base, reason)
+    windows = windows_of_family(c, "olmo3", rotated)
+    types = read_rope_of_types(c, {FULL: base, SLIDING: default}, c.count("max_position_embeddings"), train_ctx)
+    return m, with_layers(c, windows, rotated, types[FULL], types[SLIDING])
+
+
+def phi3(c: Config, ctx: int, train_ctx: int | None) -> Settings:
+    """Phi-3: Llama with partial rotary and LongRoPE."""
+    m, longest = llama_model(c), c.count("max_position_embeddings")
+    base, rotated = c.number("rope_theta", default=10_000.0, least=1), [True] * m.n_layers
     key, parameters = rope_object(c)
-    if kind != "phi3":
-        rope = read_rope(c, key, parameters, base, longest, train_ctx)
-        return m, with_layers(c, windows, rotated, rope, rope)
     fraction = rotary_part(c, m.head_width, "partial_rotary_factor", parameters, 1.0)
     rope_type = parameters.get("rope_type") or parameters.pop("type", None) or "default"
     if rope_type not in ("default", "longrope", "su", "yarn"):
         raise c.refuse(f"{key}.rope_type", rope_type, "not supported: of phi3 it must be default or longrope")
     parameters["rope_type"] = "default" if rope_type == "default" else "longrope"  # su, yarn: its earlier names
     rope = read_rope(c, key, parameters, base, longest, train_ctx, rotary_fraction=fraction, longrope_ctx=4096)
-    return m, with_layers(c, windows, rotated, rope, rope)
+    return m, with_layers(c, windows_of_family(c, "phi3", rotated), rotated, rope, rope)
 
 
 def gemma3(c: Config, ctx: int, train_ctx: int | None) -> Settings:
@@ -227,11 +176,6 @@ def gemma3(c: Config, ctx: int, train_ctx: int | None) -> Settings:
     bases = {layer_type: c.number(key, default=base, least=1) for layer_type, (key, base) in bases.items()}
     types = read_rope_of_types(c, bases, c.count("max_position_embeddings", default=131_072), train_ctx)
     return m, with_layers(c, windows, [True] * m.n_layers, types[FULL], types[SLIDING])
-
-
-def score_width(c: Config) -> float:
-    """Gemma 3 divides the scores by the root of this, where other models have the width of a head."""
-    return c.number("query_pre_attn_scalar", default=256.0, least=1)
 
 
 def cohere2(c: Config, ctx: int, train_ctx: int | None) -> Settings:
@@ -384,11 +328,12 @@ class Family(NamedTuple):
 
 FAMILIES = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), Family(llama, LLAMA)) | {
     "arcee": Family(llama, ARCEE),
-    "phi3": Family(llama, PHI3),
-    **dict.fromkeys(("olmo2", "olmo3"), Family(llama, OLMO2)),
+    "phi3": Family(phi3, PHI3),
+    "olmo2": Family(llama, OLMO2),
+    "olmo3": Family(olmo3, OLMO2),
     "gemma3_text": Family(gemma3, GEMMA3, fold_gemma3, unfold_gemma3, (WITHOUT_BOS,)),
     "cohere2": Family(cohere2, LLAMA, fold_cohere2),
-    "granite": Family(llama, LLAMA, fold_granite),
+    "granite": Family(granite, LLAMA, fold_granite),
     "stablelm": Family(stablelm, LLAMA),
     "gpt_neox": Family(neox, NEOX),
     "gptj": Family(gptj, GPTJ),

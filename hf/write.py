@@ -57,7 +57,7 @@ def write_checkpoint(run: Run, out: Path) -> str:
                                   "eos_token": end_text, "clean_up_tokenization_spaces": False,
                                   "model_max_length": cfg.ctx},
     }  # fmt: skip
-    state, family = in_hf_form(cfg, state), FAMILIES[model_type]
+    state, family = in_hf_form(cfg, state, model_type == "cohere2"), FAMILIES[model_type]
     if family.unfold is not None:
         family.unfold(cfg.model, state)
     tensors = from_ours(family.table, cfg.model, state)
@@ -88,30 +88,30 @@ def architecture(cfg: TrainConfig) -> str:
     """The model_type of transformers that computes the same function as this model. UserError if there is none."""
     m = cfg.model
     gated = m.mlp in ACTIVATIONS[True].values()
-    cohere = m.norm == "layer" and not m.norm_bias and m.residual == "parallel_shared" and gated
-    other_norms = {"serial_post": "olmo2", "serial_both": "gemma3_text"}
-    # setting -> whether its value, with the other settings, rules out every model_type that we write
+    # Not qwen2 for biases of q, k and v: transformers gives it its own tokenizer, which has other token ids
+    serial = "qwen3" if m.qk_norm else "llama" if gated else "arcee"
+    types = {"serial": serial, "serial_post": "olmo2", "serial_both": "gemma3_text", "parallel_shared": "cohere2"}
+    model_type = types.get(m.residual, "")
+    cohere, post_norms = model_type == "cohere2", model_type in ("olmo2", "gemma3_text")
+    # setting -> whether model_type does not have its value
     cannot = {
-        "norm": m.norm != "rms" and not cohere,
-        "residual": m.residual != "serial" and not (cohere or (m.residual in other_norms and gated and m.qk_norm)),
+        "norm": (m.norm == "layer") != cohere,
+        "norm_bias": m.norm_bias and cohere,
+        "residual": not model_type or (not gated and m.residual != "serial") or (not m.qk_norm and post_norms),
         "head_bias": m.head_bias,
-        "mlp_bias": m.mlp_bias and cohere,
-        "head_dim": cohere and m.head_width * m.n_heads != m.width,
+        "mlp_bias": m.mlp_bias and model_type not in MLP_BIAS,
+        "head_dim": m.head_width * m.n_heads != m.width and cohere,
         "width": m.width % m.n_heads > 0,
-        "qk_norm": m.qk_norm and (cohere or not gated or m.mlp_bias),  # only Qwen3, OLMo 2, OLMo 3 and Gemma 3 have it
-        "qk_norm_all_heads": m.qk_norm_all_heads != (m.residual == "serial_post"),
+        "qk_norm": m.qk_norm and (cohere or not gated),
+        "qk_norm_all_heads": m.qk_norm_all_heads != (model_type == "olmo2"),
     }
     for setting in (s for s, bad in cannot.items() if bad):
         raise UserError(
             f"model.{setting}={getattr(m, setting)}: cannot be exported with the other settings of this model; "
             "model=nano, tiny, gpt2, llama, qwen3, olmo3, gemma3 and cohere2 can"
         )
-    # Not qwen2 for biases of q, k and v: transformers gives it its own tokenizer, which has other token ids
-    model_type = other_norms.get(m.residual) or ("qwen3" if m.qk_norm else "llama" if gated else "arcee")
-    if cohere:
-        model_type = "cohere2"
-        if not cfg.layers:
-            raise UserError("layers=uniform: cannot be exported as cohere2: layers=swan can, for example")
+    if cohere and not cfg.layers:
+        raise UserError("layers=uniform: cannot be exported as cohere2: layers=swan can, for example")
     if cfg.layers and model_type not in WITH_LAYERS:
         reason = f"cannot be exported with model.mlp={m.mlp}; model=llama, qwen3, olmo3, gemma3 and cohere2 can"
         raise UserError(f"layers={describe_layers(cfg)}: {reason}")
@@ -120,7 +120,7 @@ def architecture(cfg: TrainConfig) -> str:
 
 def config(cfg: TrainConfig, model_type: str, vocab_size: int, end: int, hidden: int, layers: dict) -> dict:
     """config.json. end: the id of the token between documents; hidden: the MLP's width; layers: `layer_keys`."""
-    m, gemma = cfg.model, model_type == "gemma3_text"
+    m, gemma, cohere = cfg.model, model_type == "gemma3_text", model_type == "cohere2"
     activations = ACTIVATIONS[m.mlp in ACTIVATIONS[True].values()]
     return {
         "architectures": [f"{CLASSES[model_type]}ForCausalLM"],
@@ -134,8 +134,7 @@ def config(cfg: TrainConfig, model_type: str, vocab_size: int, end: int, hidden:
         "head_dim": m.head_width,
         **({"query_pre_attn_scalar": m.head_width} if gemma else {}),
         "max_position_embeddings": cfg.ctx,
-        "layer_norm_eps" if m.norm == "layer" else "rms_norm_eps": m.norm_eps,
-        **({"logit_scale": 1.0} if model_type == "cohere2" else {}),
+        **({"layer_norm_eps": m.norm_eps, "logit_scale": 1.0} if cohere else {"rms_norm_eps": m.norm_eps}),
         **layers,
         "tie_word_embeddings": m.tied_head,
         "attention_bias": m.qkv_bias or m.out_bias,
@@ -220,13 +219,13 @@ def real_tokens_only(state: dict[str, Tensor], n_vocab: int) -> dict[str, Tensor
     return {name: x[:n_vocab] if name.startswith(("tokens.", "head.")) else x for name, x in state.items()}
 
 
-def in_hf_form(cfg: TrainConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def in_hf_form(cfg: TrainConfig, state: Mapping[str, Tensor], interleaved: bool) -> dict[str, Tensor]:
     """Our state dict with QK-norm weights, and with the dimensions of each q and k head in Hugging Face's order.
 
-    Llama rotates pairs (i, i + D/2), Cohere 2 pairs (2i, 2i + 1). Our pairs are permuted to these places where they are
-    the others. That does not change a score, because it is a sum over the dimensions of a head. QK-norm without weights
-    becomes QK-norm with weights of 1. In Hugging Face q, k, v and the output projection have biases together: missing
-    ones become zeros.
+    interleaved: the family rotates pairs (2i, 2i + 1), as Cohere 2, not (i, i + D/2). In layers that rotate the other
+    pairs the dimensions are permuted, which does not change a score, because it is a sum over them. QK-norm without
+    weights becomes QK-norm with weights of 1. In Hugging Face q, k, v and the output projection have biases together:
+    missing ones become zeros.
     """
     m, D, layers = cfg.model, cfg.model.head_width, range(cfg.model.n_layers)
     widths = [heads * D if m.qk_norm_all_heads else D for heads in (m.n_heads, m.kv_heads)]
@@ -236,8 +235,8 @@ def in_hf_form(cfg: TrainConfig, state: Mapping[str, Tensor]) -> dict[str, Tenso
         missing = "out" if m.qkv_bias else "qkv"
         for name in (f"blocks.{i}.attention.{missing}" for i in layers):
             state[f"{name}.bias"] = torch.zeros(len(state[f"{name}.weight"]))
-    interleaved = m.norm == "layer"  # Cohere 2
-    order = torch.arange(D).view((2, -1) if interleaved else (-1, 2)).T.flatten()  # 0, 2, 4, ..., 1, 3, 5, ... if not
+    # To interleave: 0, D/2, 1, D/2 + 1, ...; its inverse: 0, 2, 4, ..., 1, 3, 5, ...
+    order = torch.arange(D).view((2, -1) if interleaved else (-1, 2)).T.flatten()
     kinds = [cfg.layers[letter]["pos"] or cfg.pos for letter in cfg.layers["pattern"]] if cfg.layers else [cfg.pos]
     others = [i for i in layers if kinds[i % len(kinds)].get("interleaved", interleaved) != interleaved]
     for name in [name for i in others for name in state if name.startswith(f"blocks.{i}.attention.q")]:

@@ -125,6 +125,11 @@ def no_worse(run: str, label: str, n: float, run_b: str, label_b: str, n_b: floa
     return Check(At(run, label, n), At(run_b, label_b, n_b), margin(max(n, n_b), run == run_b), less=True)
 
 
+def rises_less(run: str, than: str, lengths: tuple[float, ...]) -> list[Check]:
+    """The loss rises less from that at L than the loss of another run: for runs that are not equally good there."""
+    return [Check(At(than, "none", n), At(run, "none", n), since=L) for n in lengths]
+
+
 def shift_changes(run: str) -> Check:
     """The loss of the same text differs between positions 0 .. L/2 - 1 and L/2 .. L - 1."""
     return Check(At(run, "shifted", L / 2), At(run, "unshifted", L / 2), margin(L / 2, one_run=True), absolute=True)

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from measure import plots
 from measure.plots import CONTROL_DASHES, color_of
-from studies.rows import Rows, mean_losses, run_of
+from studies.rows import Rows, mean_losses, run_of, trained_ctx
 
 DASHED, DOTTED, MIXED = (0, (5, 1.5)), (0, (2, 1.5)), (0, (5, 1.5, 1.5, 1.5))
 CONTROL = {"color": color_of("methods", "window"), "linestyle": CONTROL_DASHES}
@@ -33,11 +33,6 @@ def style_of(name: str) -> dict[str, Any]:
 
 def method_style(method: str) -> dict[str, Any]:
     return {"color": color_of("methods", method), "linestyle": "-"}
-
-
-def ordered_color(k: int, count: int) -> Any:
-    """The colour of the k-th of `count` lines that have an order, such as lengths: from dark to light."""
-    return plt.get_cmap("viridis")(0.85 * k / max(1, count - 1))
 
 
 # ---- values from the rows ----
@@ -95,6 +90,15 @@ def perplexity_axis(ax: Any) -> None:
     ax.set_ylabel("perplexity on the same targets")
 
 
+def finish_panels(fig: Any, labels: list[list[tuple]], title: str, y: float) -> Any:
+    """The y axis, which all panels share, the names of each panel's lines, and a title above the first. Returns fig."""
+    perplexity_axis(fig.axes[0])
+    for ax, ends in zip(fig.axes, labels, strict=True):
+        plots.end_labels(ax, ends, space=22)
+    fig.suptitle(title, fontsize=11, x=fig.axes[0].get_position().x0, y=y, ha="left")
+    return fig
+
+
 def over_lengths(rows: Rows, curves: Sequence[Line], title: str) -> Any:
     """A figure of perplexity against context length. Curves without rows are left out."""
     fig, ax = plt.subplots(figsize=(9, 5.2))
@@ -108,7 +112,7 @@ def over_lengths(rows: Rows, curves: Sequence[Line], title: str) -> Any:
 
 def draw_over_lengths(ax: Any, rows: Rows, curves: Sequence[Line]) -> list[tuple]:
     """The lines of `over_lengths` and its x axis. Returns the labels of the lines."""
-    L = rows[0]["train_ctx"]
+    L = trained_ctx(rows, "rope")
     ends = []
     for run, label, name, style in curves:
         if points := seed_losses(rows, run, label):

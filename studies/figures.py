@@ -32,15 +32,15 @@ from studies.figure_parts import (
     describe_seeds,
     draw_line,
     draw_over_lengths,
+    finish_panels,
     method_style,
-    ordered_color,
     over_lengths,
     perplexity_axis,
     seed_losses,
     style_of,
 )
 from studies.plan import EXTENSIONS, NEWER_ENCODINGS
-from studies.rows import Rows, read_both, read_rows, run_of, seeds_of
+from studies.rows import Rows, read_both, read_rows, run_of, seeds_of, trained_ctx
 from studies.spectrum import base_bound, scale_matched_base
 
 HEAD_DIM = 64  # of every size of the study
@@ -89,7 +89,7 @@ def finetune(rows: Rows) -> Any:
     A line for each method. At 0 % the method is applied to rope without fine-tuning.
     """
     rows = seeds_of(rows, "finetune")
-    L = rows[0]["train_ctx"]
+    L = trained_ctx(rows, "rope")
     tuned = [row for row in rows if row["part"] == "finetune" and row["label"] == "none"]
     shares = sorted({row["percent"] for row in tuned if row["percent"]})  # % of the pre-training
     panels = ((L, "trained context"), (4 * L, "fine-tuning context"), (8 * L, "twice the fine-tuning context"))
@@ -101,12 +101,8 @@ def finetune(rows: Rows) -> Any:
         ax.set_title(f"{place}: n = {n} = {n // L} L")
         ax.set_xlabel("fine-tuning tokens (% of pre-training tokens)")
         ax.set_xticks([0, *shares], [f"{share:g}" for share in (0, *shares)], fontsize=8)
-    perplexity_axis(axes[0])  # shared by all panels, so the limits are known only now
-    for ax, ends in zip(axes, labels, strict=True):
-        plots.end_labels(ax, ends, space=22)
     title = f"RoPE trained at {L} and fine-tuned at {4 * L} (0 %: scaling without fine-tuning)\n{describe_seeds(tuned)}"
-    fig.suptitle(title, fontsize=11, x=axes[0].get_position().x0, y=1.04, ha="left")
-    return fig
+    return finish_panels(fig, labels, title, y=1.04)
 
 
 def draw_methods(ax: Any, rows: Rows, tuned: Rows, shares: list[float], n: int) -> list[tuple]:
@@ -148,7 +144,7 @@ def base(rows: Rows) -> Any:
     Only seeds that the runs with other bases have are used, also for the default base.
     """
     rows = seeds_of(rows, "base")
-    L = rows[0]["train_ctx"]
+    L = trained_ctx(rows, "rope")
     fig, ax = plt.subplots(figsize=(8, 4.8))
     runs = {float(row["base"]): run_of(row) for row in rows if row["part"] == "base"}
     runs[10000.0] = "rope"
@@ -157,7 +153,7 @@ def base(rows: Rows) -> Any:
     for k, n in enumerate((L, 2 * L, 4 * L, 8 * L)):
         points = {b: seed_losses(rows, runs[b], "none").get(n) for b in bases}
         points = {b: losses for b, losses in points.items() if losses is not None}
-        style = {"color": ordered_color(k, 4), "linestyle": "-"}
+        style = {"color": plt.get_cmap("viridis")(0.85 * k / 3), "linestyle": "-"}
         ends.append((*draw_line(ax, points, style), f"n = {n}", style))
     ax.set_xscale("log")
     ax.set_xticks(bases, [f"{b:,.0f}" for b in bases], fontsize=8)
@@ -188,7 +184,6 @@ def layers(rows: Rows) -> Any:
 
     All panels have rope, its window control and alibi.
     """
-    rows = sorted(rows, key=lambda row: run_of(row) != "rope")  # L is that of rope
     references: list[Line] = [
         ("rope", "none", "rope", style_of("rope")),
         ("alibi", "none", "alibi", style_of("alibi")),
@@ -204,15 +199,11 @@ def layers(rows: Rows) -> Any:
         ]
         labels.append(draw_over_lengths(ax, rows, [*references, *curves]))
         ax.set_title(title)
-    perplexity_axis(axes[0])  # shared by all panels, so the limits are known only now
-    for ax, ends in zip(axes, labels, strict=True):
-        plots.end_labels(ax, ends, space=22)
-    L = rows[0]["train_ctx"]
+    L = trained_ctx(rows, "rope")
     seeds = describe_seeds(rows)
     seeds += ": a difference below that between two seeds of rope means little" if seeds == "one seed" else ""
     title = f"Newer encodings, layer schedules and changes of a trained rope beside rope and alibi, L = {L}\n{seeds}"
-    fig.suptitle(title, fontsize=11, x=axes[0].get_position().x0, y=1.02, ha="left")
-    return fig
+    return finish_panels(fig, labels, title, y=1.02)
 
 
 # name of the file -> (its function, the part of the plan that it needs)

@@ -12,7 +12,7 @@ from conf.errors import user_errors_in_one_line
 from conf.leftovers import check_writable
 from conf.registry import ROOT
 from engine.checkpoint import write_atomically
-from studies.checks import At, Check, Claim, L, no_worse, worse
+from studies.checks import Claim, L, no_worse, rises_less, worse
 from studies.claims import claims_sections
 from studies.rows import Rows, read_rows, run_of, trained_ctx
 from studies.tables import gain, gain_cells, header, line, perplexity
@@ -28,11 +28,6 @@ scaling methods applied to all layers, and `abf` was trained at {four_L} in the 
 
 ## Perplexity by context length
 """
-
-
-def rises_less(run: str, than: str, lengths: tuple[float, ...]) -> list[Check]:
-    """The loss rises less from that at L than the loss of another run: for runs that are not equally good there."""
-    return [Check(At(than, "none", n), At(run, "none", n), since=L) for n in lengths]
 
 
 GAINS = """## Gain over the better control
@@ -134,28 +129,25 @@ LAYER_CLAIMS = [
 # ---- the report ----
 
 
+def conditions(rows: Rows) -> dict[tuple[str, str], str]:
+    """(run, label of the method) -> its name in the tables. The window control is left out."""
+    pairs = dict.fromkeys((run_of(row), row["label"]) for row in rows if row["label"] != "window")
+    return {(run, label): f"`{run}`" + ("" if label == "none" else f", {label}") for run, label in pairs}
+
+
 def perplexity_table(rows: Rows) -> list[str]:
-    """A line for each run and method, with the perplexity at each length. The window control is left out."""
+    """A line for each condition, with the perplexity at each length."""
     ns = sorted({row["n"] for row in rows})
-    lines = header(["", *(f"n = {n}" for n in ns)])
-    for run, label in dict.fromkeys((run_of(row), row["label"]) for row in rows):
-        if label != "window":
-            name = f"`{run}`" if label == "none" else f"`{run}`, {label}"
-            lines.append(line([name, *(perplexity(rows, run, label, n) for n in ns)]))
-    return lines
+    lines = [line([name, *(perplexity(rows, *pair, n) for n in ns)]) for pair, name in conditions(rows).items()]
+    return [*header(["", *(f"n = {n}" for n in ns)]), *lines]
 
 
-def gain_table(rows: Rows) -> list[str]:
-    """A line for each run and method, with the gain over the better control at each length past the trained context."""
-    ns = sorted({row["n"] for row in rows})
-    pairs = [pair for pair in dict.fromkeys((run_of(row), row["label"]) for row in rows) if pair[1] != "window"]
-    cells = gain_cells([[gain(rows, *pair, n) if n > trained_ctx(rows, pair[0]) else "" for n in ns] for pair in pairs])
-    shown = [i for i in range(len(ns)) if any(of_pair[i] for of_pair in cells)]
-    lines = ["", GAINS, *header(["", *(f"n = {ns[i]}" for i in shown)])]
-    for (run, label), of_pair in zip(pairs, cells, strict=True):
-        name = f"`{run}`" if label == "none" else f"`{run}`, {label}"
-        lines.append(line([name, *(of_pair[i] for i in shown)]))
-    return lines
+def gain_table(rows: Rows, L: int) -> list[str]:
+    """A line for each condition, with its gain over the better control at each length past its trained context."""
+    ns, names = sorted({row["n"] for row in rows if row["n"] > L}), conditions(rows)
+    gains = [[gain(rows, *pair, n) if n > trained_ctx(rows, pair[0]) else "" for n in ns] for pair in names]
+    lines = [line([name, *cells]) for name, cells in zip(names.values(), gain_cells(gains), strict=True)]
+    return ["", GAINS, *header(["", *(f"n = {n}" for n in ns)]), *lines]
 
 
 def precisions(rows: Rows) -> list[str]:
@@ -171,9 +163,9 @@ def precisions(rows: Rows) -> list[str]:
 
 def report(rows: Rows) -> str:
     """The text of results/layers.md."""
-    L = min(trained_ctx(rows, run_of(row)) for row in rows)
+    L = min(row["train_ctx"] for row in rows)
     measured, _ = claims_sections(rows, [], L, LAYER_CLAIMS)
-    tables = [*perplexity_table(rows), *precisions(rows), *gain_table(rows)]
+    tables = [*perplexity_table(rows), *precisions(rows), *gain_table(rows, L)]
     return "\n".join([HEAD.format(L=L, four_L=4 * L), *tables, *measured]) + "\n"
 
 

@@ -5,7 +5,7 @@ Lengths are in trained contexts: 2 * L is twice the context that the rows' model
 
 import math
 
-from studies.checks import At, Check, Claim, L, decays_less, no_worse, shift_changes, shift_changes_nothing, worse
+from studies.checks import Claim, L, decays_less, no_worse, rises_less, shift_changes, shift_changes_nothing, worse
 from studies.rows import BAR
 
 CLAIMS = [
@@ -49,7 +49,7 @@ CLAIMS = [
         "T5's bias extrapolates better than RoPE: its loss rises less from that at L",
         "Press et al., 2108.12409",
         "it extrapolates better than sinusoidal and rotary embeddings",
-        [Check(At("rope", "none", n), At("t5_bias", "none", n), since=L) for n in (2 * L, 8 * L)],
+        rises_less("t5_bias", "rope", (2 * L, 8 * L)),
     ),
     Claim(
         "xPos extrapolates better than RoPE",

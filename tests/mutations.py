@@ -139,17 +139,17 @@ MUTATIONS = [Mutation(*fields) for fields in (
     ("ctx_start: a length that is a divisor left out", "data/row_length.py",
      "range(1, length + 1)", "range(1, length)", LENGTHS),
     # Hugging Face
-    ("Gemma 3: embedding scale dropped", "hf/families.py",
+    ("Gemma 3: embedding scale dropped", "hf/folds.py",
      "m.width**0.5)", "1.0)", f"{READ}[gemma3_text-default]"),
-    ("Gemma 3: the norms' + 1 dropped", "hf/families.py",
+    ("Gemma 3: the norms' + 1 dropped", "hf/folds.py",
      "ours[name] + 1", "ours[name]", f"{READ}[gemma3_text-default]"),
-    ("Gemma 3: query_pre_attn_scalar dropped", "hf/families.py",
+    ("Gemma 3: query_pre_attn_scalar dropped", "hf/folds.py",
      "*= (m.head_width / score_width(c)) ** 0.5", "*= 1", f"{READ}[gemma3_text-default]"),
     ("Gemma 3: query_pre_attn_scalar of the width in export", "hf/write.py",
      '"query_pre_attn_scalar": m.head_width', '"query_pre_attn_scalar": m.width', f"{WRITTEN}[gemma3]"),
     ("Gemma 3: local layers have the rope_parameters of global ones", "hf/layer_types.py",
      "parameters[layer_type], base", "parameters[FULL], base", f"{READ}[gemma3_text-longrope]"),
-    ("Cohere 2: logit_scale dropped", "hf/families.py",
+    ("Cohere 2: logit_scale dropped", "hf/folds.py",
      'ours["norm.weight"] * c.number("logit_scale", default=0.0625)', 'ours["norm.weight"]',
      f"{READ}[cohere2-default]"),
     ("SmolLM3: no_rope_layers inverted in reading", "hf/layer_types.py",
@@ -163,7 +163,7 @@ MUTATIONS = [Mutation(*fields) for fields in (
      "else not windowed or (window or 0) > context.train_ctx", "else True",
      "test_hf_layers.py::test_a_method_at_reading_changes_the_layers_that_the_schedule_says"),
     ("Cohere 2: pairs in the order of Llama in export", "hf/write.py",
-     'interleaved = m.norm == "layer"', "interleaved = False", f"{WRITTEN}[cohere2]"),
+     'in_hf_form(cfg, state, model_type == "cohere2")', "in_hf_form(cfg, state, False)", f"{WRITTEN}[cohere2]"),
 )]  # fmt: skip
 
 
