@@ -125,7 +125,7 @@ def describe_layers(cfg: TrainConfig) -> str:
     """The schedule's name, its pattern, and what differs from the yaml: `swan (GLLL) L.window=32, L.sinks=4`."""
     name = closest_yaml(cfg)
     flat = flatten(cfg.layers, cfg)
-    usual = flatten(resolved_yaml(name, cfg), cfg) if name else {}
+    usual = flatten(resolved_yaml(name, cfg), cfg)
     changed = [f"{key}={value}" for key, value in flat.items() if key != "pattern" and usual.get(key, value) != value]
     return " ".join([f"{name} ({cfg.layers['pattern']})", ", ".join(changed)]).rstrip()
 

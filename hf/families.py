@@ -313,17 +313,12 @@ def mpt(c: Config, ctx: int, train_ctx: int | None) -> Settings:
     return m, without_rotation(c, {"kind": "alibi"}, c.count("max_seq_len", default=2048), train_ctx)
 
 
-# lm-eval always adds it for Gemma: "Gemma underperforms without it"
-WITHOUT_BOS = "Gemma was trained with a beginning-of-text token; none is added here, which may raise its losses"
-
-
 class Family(NamedTuple):
     settings: Callable[[Config, int, int | None], Settings]  # (config.json, ctx to be read at, train_ctx) -> settings
     table: Table
     # Changes our state dict, and model.tied_head, by what the settings cannot express
     fold: Callable[[Config, ModelConfig, dict[str, Tensor], Take], None] | None = None
     unfold: Callable[[ModelConfig, dict[str, Tensor]], None] | None = None  # the inverse, where we write the family
-    notes: tuple[str, ...] = ()  # what a reader of its curves should know
 
 
 FAMILIES = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), Family(llama, LLAMA)) | {
@@ -331,7 +326,7 @@ FAMILIES = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), Fami
     "phi3": Family(phi3, PHI3),
     "olmo2": Family(llama, OLMO2),
     "olmo3": Family(olmo3, OLMO2),
-    "gemma3_text": Family(gemma3, GEMMA3, fold_gemma3, unfold_gemma3, (WITHOUT_BOS,)),
+    "gemma3_text": Family(gemma3, GEMMA3, fold_gemma3, unfold_gemma3),
     "cohere2": Family(cohere2, LLAMA, fold_cohere2),
     "granite": Family(granite, LLAMA, fold_granite),
     "stablelm": Family(stablelm, LLAMA),

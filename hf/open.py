@@ -11,9 +11,11 @@ from conf.registry import yaml_values
 from engine.device import uses_bfloat16
 from engine.run import Run, check_fits
 from hf.checkpoint import Checkpoint, open_folder
-from hf.families import FAMILIES
 from hf.read import read_checkpoint, read_corpus
 from model import gpt
+
+# lm-eval adds it to every input of Gemma, because "Gemma underperforms without it"
+LEFT_OUT = "its tokenizer puts {} at the beginning of a text; none is added here, which may raise its losses"
 
 
 def open_checkpoint(name: str, setting: str = "run") -> Checkpoint:
@@ -48,6 +50,7 @@ def open_foreign(cfg: EvalConfig, *, ctx: int, scalings: Sequence[dict], runs: s
     gpt.trained_scaling(settings, context, ctx)  # UserError for parameters that do not fit, before any text is read
     check_fits(settings, model.pos, ctx, scalings)
     corpus = read_corpus(source, cfg.data or yaml_values("data", "sympy"), vocab_size)
+    added = " ".join(source.tokenizer().encode("").tokens)  # what its post_processor puts around a text
     knobs = {k: v for k, v in settings.scaling.items() if k != "kind" and v is not None and not isinstance(v, list)}
     scaling = " ".join([settings.scaling["kind"], *(f"{k}={v}" for k, v in knobs.items())])
     return Run(
@@ -61,5 +64,5 @@ def open_foreign(cfg: EvalConfig, *, ctx: int, scalings: Sequence[dict], runs: s
         step=0,
         digest=source.digest(settings.pretrained),
         scaling_follows_length=True,
-        notes=(*source.notes, *FAMILIES[source.config.values["model_type"]].notes),
+        notes=(*source.notes, *([LEFT_OUT.format(added)] if added else [])),
     )

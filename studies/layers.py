@@ -32,10 +32,11 @@ scaling methods applied to all layers, and `abf` was trained at {four_L} in the 
 
 GAINS = """## Gain over the better control
 
-The loss of the better control minus that of the run, in nats per token, with 95 % intervals over documents (one seed),
-past the longest context that the run was trained on. Both controls belong to the same run: the window control limits
-all its layers to that context, and truncation gives it only so much text. A model whose loss does not rise past L can
-still be without a gain, since the controls do not let it rise either. [matrix.md](matrix.md) explains q.
+The loss of the better control minus that of the run, in nats per token, with 95 % intervals over documents (and over
+seeds, where a run has several), past the longest context that the run was trained on. Both controls belong to the same
+run: the window control limits all its layers to that context, and truncation gives it only so much text. A model whose
+loss does not rise past L can still be without a gain, since the controls do not let it rise either.
+[matrix.md](matrix.md) explains q.
 """
 
 

@@ -148,7 +148,8 @@ def base_jobs(size: Size, seed: int) -> list[Job]:
 def layer_jobs(size: Size, seeds: tuple[int, ...]) -> list[Job]:
     """The plan `layers`: newer encodings, layer schedules, and another encoding for a trained rope.
 
-    Its parts are `references`, to compare with; `layers`, the ten runs that docs/layers.md shows; and `further`, which
+    Its parts are `references`, to compare with; `layers`, the ten runs of newer encodings,
+    schedules and changes; and `further`, which
     only some claims of studies/layers.py need. The references are the same runs as in the matrix.
     """
     lengths = tuple(n for n in size.lengths if n % size.L == 0 or n < size.L)

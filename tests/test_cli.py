@@ -95,6 +95,7 @@ def assert_no_run(folder: Path) -> None:
         (["kernel=cuda"], r"kernel=cuda: must be auto, triton or torch"),
         (["model.qk_norm=true", "attention=linear"], r"model\.qk_norm=True: attention=linear has no use for it"),
         (["model.qk_norm_all_heads=true"], r"model\.qk_norm_all_heads=True: must be false without model\.qk_norm"),
+        (["model.norm_bias=false"], r"model\.norm_bias=False: must be true without model\.norm=layer"),
         (["attention=flash"], r"attention=flash: must be softmax or linear"),
         (["attention=linear", "pos=alibi"], r"attention=linear: has no scores that pos=alibi could change"),
         (["positions=sorted"], r"positions=sorted: must be ordered, random or pose"),

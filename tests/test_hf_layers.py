@@ -134,12 +134,16 @@ def save_complete(family: str) -> None:
 
 def test_eval_names_the_schedule_and_measures_the_controls(here, capsys):
     save_complete("gemma3_text")
+    tokenizer = tokenizers.Tokenizer.from_file("model/tokenizer.json")
+    begin = tokenizers.processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 256)])
+    tokenizer.post_processor = begin
+    tokenizer.save("model/tokenizer.json")
     write_documents(here)
     run_eval("run=hf:model", "data=text", "data.files=docs/*.txt", "ctx=64", "documents=2", "task.windows=1",
              "task.scored_tokens=16", "scaling=yarn", "dtype=float32")  # fmt: skip
     out = capsys.readouterr().out
     assert "layers=gemma3 (LLGLL) L.window=12" in out
-    assert "note: Gemma was trained with a beginning-of-text token; none is added here" in out
+    assert "note: its tokenizer puts <eos> at the beginning of a text; none is added here" in out
     files = {f.name.split("-")[0]: f.read_text() for f in (here / "runs/hf-model/eval").glob("*.jsonl")}
     losses = {label: json.loads(rows.splitlines()[-1])["loss"] for label, rows in files.items()}
     assert files.keys() >= {"none", "window", "yarn"} and len(set(losses.values())) == len(losses)
