@@ -12,7 +12,6 @@ if __name__ == "__main__":  # before the imports: torch takes seconds
     answer_early("train")
 
 
-import importlib
 import math
 import shlex
 import sys
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import hydra
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from conf.errors import UserError, check
 from conf.hydra_patches import init_keeps_groups, run_main, sweep_job
-from conf.registry import describe
+from conf.registry import describe as describe_knobs
 from conf.schema import TrainConfig, train_config
 from data import corpus as corpora
 from data.batches import batch
@@ -65,12 +65,7 @@ def train(cfg: TrainConfig) -> None:
     torch.set_flush_denormal(True)  # before init= reads weights (devices.start says why)
     assert cfg.name is not None  # train_config sets it
     folder = Path(cfg.runs) / cfg.name
-    parent = None
-    if cfg.init:
-        from engine import finetune
-
-        source = importlib.import_module("hf.finetune") if ":" in cfg.init else finetune
-        parent = source.inherit(cfg)
+    parent = read_parent(cfg)
     tokenizer = parent.get("tokenizer") if parent else None  # None: that of the corpus
     local = distributed.local_rows(cfg.batch_tokens, cfg.ctx)
     check_settings(cfg)
@@ -90,42 +85,21 @@ def train(cfg: TrainConfig) -> None:
         corpus = corpora.prepare(cfg.data, cfg.cache, tokenizer)
     if any(s["corpus"] not in (None, corpus.key) for s in (state, parent) if s):
         raise UserError(f"{folder}: the corpus has changed since this run began: choose name=NEW or fresh=true")
-    if cfg.model.n_layers * cfg.model.width**2 > 2**23:  # about 100 million parameters
-        from engine.memory import check_memory
-
-        check_memory(cfg, corpus.vocab_size, device)
-    with torch.device("meta" if cfg.shard and distributed.rank() else "cpu"):  # rank 0 gives the others their shards
-        model = gpt.build(cfg, corpus.vocab_size)
-    if parent and not model.head.weight.is_meta:
-        finetune.load_weights(model, parent["model"], cfg)
-    if cfg.recompute:
-        from engine.recompute import recompute_blocks
-
-        recompute_blocks(model)
-    losses = ranks.wrap_model(model, device, cfg)  # model.losses, on one device or several
+    model, losses = build_model(cfg, corpus.vocab_size, parent and parent["model"], device)
     optimizer = make_optimizer(model, cfg.optim)
-    start, seconds = 0, 0.0
-    if state:
-        from engine.restore import restore
-
-        restore(folder, state, model, optimizer)
-        start, seconds = state["step"], state["seconds"]
-    else:
-        ranks.on_rank0(lambda: checkpoint.start(folder, cfg))
+    start, seconds = resume_or_start(cfg, folder, state, model, optimizer)
     state = parent = None  # free their tensors
 
     # ---- derived from the settings ----
-    context = gpt.trained_context(cfg, model.pos)
-    change, validation = gpt.trained_scaling(cfg, context), Validation(corpus, cfg, device)
+    change = gpt.trained_scaling(cfg, gpt.trained_context(cfg, model.pos))
+    validation = Validation(corpus, cfg, device)
     n_params = model.n_parameters()
     throughput = Throughput(cfg, n_params, device)
     # 6 N FLOPs per token, forward and backward. All steps count, not only the remaining ones: a resumed run must make
     # the same choice as an uninterrupted one, because compiled code rounds differently.
     compiles = devices.should_compile(cfg.compile, device, 6 * n_params * cfg.batch_tokens * cfg.steps)
 
-    print_start(cfg, folder, model, device, start)
-    if cfg.init:
-        print(finetune.describe(cfg, change.factor))
+    print_start(cfg, model, device, start, change)
     dtype = "bfloat16" if devices.uses_bfloat16(device, cfg.dtype) else "float32"
     measured = {"n_parameters": n_params, "device": device.type, "dtype": dtype}
     with (
@@ -138,7 +112,7 @@ def train(cfg: TrainConfig) -> None:
         # A running sum of losses and gradient norms on the device: it is not finite from the first bad value on, so
         # the loop can check it when it logs or saves instead of waiting for the GPU at every step.
         health = torch.zeros((), device=device)
-        began, saved, stopping = time.monotonic(), start, False
+        began, saved = time.monotonic(), start
         throughput.restart(start)
         for step in range(start, cfg.steps):
             # ---- one optimizer step of batch_tokens ----
@@ -159,6 +133,8 @@ def train(cfg: TrainConfig) -> None:
             logging = done % cfg.log_every == 0 or last
             validating = done % cfg.val_every == 0 or last
             saving = done % cfg.save_every == 0 or last or stopping
+            if not (logging or validating or saving):
+                continue
             if logging:  # .item() waits for the GPU, so not at every step
                 point = {"loss": ranks.mean(loss).item(), "lr": lr, **throughput.measure(done),
                          "grad_norm": norm.item()}  # fmt: skip
@@ -168,26 +144,33 @@ def train(cfg: TrainConfig) -> None:
                 result = validation.measure(model, change)
                 log.point(done, {f"val_{name}": value for name, value in result.items()})
                 bar.write(f"step {done}: held-out {describe_validation(result)}")
-            if (saving or logging or validating) and not (ranks.mean(health) + result.get("loss", 0.0)).isfinite():
-                last_save = f"{folder}/ckpt.pt has step {saved}" if saved else "nothing was saved yet"
-                lower = f"try optim.lr below {cfg.optim.lr}"
-                raise UserError(f"the loss or its gradient is not finite by step {done}: {last_save}; {lower}")
+            check_finite(cfg, ranks.mean(health) + result.get("loss", 0.0), done, saved)
             if saving:
                 values = {"config": asdict(cfg), "step": done, "corpus": corpus.key, "tokenizer": tokenizer,
                           "seconds": seconds + time.monotonic() - began, "validation": result}  # fmt: skip
                 resume.save(folder, values, model, optimizer, sharded=cfg.shard, final=last)
                 log.saved(done, values["seconds"])
                 saved = done
-            if saving or logging or validating:
-                throughput.restart(done)
-            if stopping and not last:
+            throughput.restart(done)
+            if stopping:
                 break
-    if stopping and saved < cfg.steps:
+    if saved < cfg.steps:
         print(f"stopped: {folder} is saved at step {saved} of {cfg.steps}; run the same command again to resume")
         sys.exit(stop.exit_code)
 
     # The time is that of earlier parts of a resumed run as well
     print_end(cfg, folder, model, result, seconds + time.monotonic() - began)
+
+
+def read_parent(cfg: TrainConfig) -> dict[str, Any] | None:
+    """The checkpoint that init= names, whose settings are copied into cfg; None without init=."""
+    if not cfg.init:
+        return None
+    if ":" in cfg.init:
+        from hf.finetune import inherit
+    else:
+        from engine.finetune import inherit
+    return inherit(cfg)
 
 
 def check_settings(cfg: TrainConfig) -> None:
@@ -201,8 +184,48 @@ def check_settings(cfg: TrainConfig) -> None:
     encoding = gpt.build_encoding(cfg)
     gpt.trained_scaling(cfg, gpt.trained_context(cfg, encoding))
     if cfg.positions != "ordered" and cfg.longest is not None and encoding.max_positions is not None:
-        right = f"at most {encoding.max_positions}, the positions of pos={describe('pos', cfg.pos)}"
+        right = f"at most {encoding.max_positions}, the positions of pos={describe_knobs('pos', cfg.pos)}"
         check(cfg.longest <= encoding.max_positions, "longest", cfg.longest, right)
+
+
+def build_model(
+    cfg: TrainConfig, vocab_size: int, weights: dict[str, Tensor] | None, device: torch.device
+) -> tuple[gpt.GPT, Callable[..., Tensor]]:
+    """The model on its device or devices, and its `losses` to train with.
+
+    weights: of the run of init=, or None for new ones.
+    """
+    if cfg.model.n_layers * cfg.model.width**2 > 2**23:  # about 100 million parameters
+        from engine.memory import check_memory
+
+        check_memory(cfg, vocab_size, device)
+    with torch.device("meta" if cfg.shard and distributed.rank() else "cpu"):  # rank 0 gives the others their shards
+        model = gpt.build(cfg, vocab_size)
+    if weights and not model.head.weight.is_meta:
+        from engine.finetune import load_weights
+
+        load_weights(model, weights, cfg)
+    if cfg.recompute:
+        from engine.recompute import recompute_blocks
+
+        recompute_blocks(model)
+    return model, distributed.ranks().wrap_model(model, device, cfg)
+
+
+def resume_or_start(
+    cfg: TrainConfig, folder: Path, state: dict[str, Any] | None, model: gpt.GPT, optimizer: torch.optim.Optimizer
+) -> tuple[int, float]:
+    """Load the last checkpoint `state` into model and optimizer; without one, write the folder of a new run.
+
+    Returns the number of steps that are done, and the seconds that they took.
+    """
+    if not state:
+        distributed.ranks().on_rank0(lambda: checkpoint.start(folder, cfg))
+        return 0, 0.0
+    from engine.restore import restore
+
+    restore(folder, state, model, optimizer)
+    return state["step"], state["seconds"]
 
 
 def count_micro_batches(rows: int, cfg: TrainConfig) -> int:
@@ -241,6 +264,14 @@ def training_batches(
     return list(zip(pieces(windows), pieces(positions[local]), strict=True))  # [rows, ctx] each
 
 
+def check_finite(cfg: TrainConfig, health: Tensor, done: int, saved: int) -> None:
+    """UserError if the sum of losses and gradient norms is not finite. saved: the step of the last checkpoint, or 0."""
+    if not health.isfinite():
+        last_save = f"{cfg.runs}/{cfg.name}/ckpt.pt has step {saved}" if saved else "nothing was saved yet"
+        lower = f"try optim.lr below {cfg.optim.lr}"
+        raise UserError(f"the loss or its gradient is not finite by step {done}: {last_save}; {lower}")
+
+
 def optimizer_step(
     cfg: TrainConfig, model: gpt.GPT, losses: Callable[..., Tensor], optimizer: torch.optim.Optimizer,
     batches: list[tuple[Tensor, Tensor | None]], lr: float, change: ContextChange,
@@ -274,21 +305,25 @@ def describe_point(point: dict[str, float], tokens_left: int) -> str:
     return f"loss {point['loss']:.3f}, {speed:,.0f} tokens/s{mfu}, {timedelta(seconds=round(tokens_left / speed))} left"
 
 
-def print_start(cfg: TrainConfig, folder: Path, model: gpt.GPT, device: torch.device, start: int) -> None:
-    """Print the model, its settings and the spectrum of its encoding.
+def print_start(cfg: TrainConfig, model: gpt.GPT, device: torch.device, start: int, change: ContextChange) -> None:
+    """Print the model, its settings, the spectrum of its encoding, and what the run of init= was trained with.
 
     start: the step at which the run resumes, or 0.
     """
     processes = f", {distributed.world()} processes" if distributed.world() > 1 else ""
     resumed = f", resumed at step {start}" if start else ""
     print(
-        f"{folder}: {model.n_parameters() / 1e6:.2f}M parameters, {gpt.describe_encoding(cfg)}, ctx {cfg.ctx}, "
-        f"vocabulary {model.head.out_features}, {cfg.steps} steps of {cfg.batch_tokens} tokens "
-        f"on {device.type}{processes}{resumed}"
+        f"{Path(cfg.runs, cfg.name or '')}: {model.n_parameters() / 1e6:.2f}M parameters, "
+        f"{gpt.describe_encoding(cfg)}, ctx {cfg.ctx}, vocabulary {model.head.out_features}, "
+        f"{cfg.steps} steps of {cfg.batch_tokens} tokens on {device.type}{processes}{resumed}"
     )
     context = gpt.trained_context(cfg, model.pos)
     for line in filter(None, [spectrum.card(context), warning(cfg.scaling, context)]):
         print(line)
+    if cfg.init:
+        from engine.finetune import describe
+
+        print(describe(cfg, change.factor))
 
 
 def print_end(cfg: TrainConfig, folder: Path, model: gpt.GPT, result: dict[str, float], seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Answer --help and names that do not exist before torch is imported, which takes seconds."""
+"""What can be answered from sys.argv alone: --help and names that do not exist, before the seconds that torch takes."""
 
 import sys
 
@@ -23,3 +23,9 @@ def answer_early(config: str) -> None:
             sys.exit()
         if line := wrong_setting(config):
             sys.exit(f"error: {line}" if rank() == 0 else 1)
+
+
+def groups_of_parent() -> set[str]:
+    """The groups whose settings are those of the run of init=: pos and layers, unless the command line chooses them."""
+    given = {argument.lstrip("+~").partition("=")[0] for argument in sys.argv[1:]}
+    return {"pos", "layers"} - given if "init" in given else set()

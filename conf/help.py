@@ -5,6 +5,7 @@ import difflib
 import re
 import sys
 
+from conf.command_line import groups_of_parent
 from conf.registry import ROOT, choices, yaml_values
 
 SCRIPTS = {"train": "train.py", "eval": "eval.py", "sample": "sample.py"}
@@ -60,8 +61,8 @@ def wrong_setting(config: str) -> str | None:
     given = [match.groups() for match in matches if match]
     # A group of several choices, or one that exp= or the run of init= may choose, has settings that are not known here
     unknown = {name for _, name, rest, value in given if name == "exp" or (not rest and value not in choices(name))}
-    if config == "train" and any(name == "init" for _, name, _, _ in given):
-        unknown |= {"pos", "layers"} - {name for _, name, rest, _ in given if not rest}
+    if config == "train":
+        unknown |= groups_of_parent()
     for sign, name, rest, value in given:
         wrong = name not in known
         if name in groups and not rest and value.startswith("["):

@@ -24,6 +24,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
+from conf.command_line import groups_of_parent
 from conf.errors import UserError, user_errors_in_one_line
 from conf.registry import choices
 
@@ -88,13 +89,11 @@ def run_main(main: Callable[[], None], *rewrites: Callable[[str], str]) -> None:
 
 
 def init_keeps_groups(argument: str) -> str:
-    """pos.KNOB=VALUE -> ++pos.KNOB=VALUE with init=RUN and without pos=NAME, since the knob is one of that run's pos.
+    """pos.KNOB=VALUE -> ++pos.KNOB=VALUE where pos is that of the run of init=. The same for `layers`.
 
-    The default choice need not have it. The same for `layers`.
+    Hydra would refuse a knob that the default choice does not have.
     """
-    given = {other.lstrip("+~").partition("=")[0] for other in sys.argv[1:]}
-    group = argument.partition(".")[0]
-    return f"++{argument}" if "init" in given and group in {"pos", "layers"} - given else argument
+    return f"++{argument}" if argument.partition(".")[0] in groups_of_parent() else argument
 
 
 def exp_selects_runs(argument: str) -> str:

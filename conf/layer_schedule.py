@@ -42,14 +42,16 @@ def resolve_layers(cfg: TrainConfig) -> dict[str, Any]:
 
 def change_schedule(layers: dict[str, Any], changes: dict[str, Any], cfg: TrainConfig) -> dict[str, Any]:
     """A resolved schedule with other settings of some of its letters, such as changes={"L": {"window": 32}}."""
-    result = dict(layers)
+    result, letters = dict(layers), [key for key in layers if key != "pattern"]
     for letter, given in changes.items():
-        right = f"of a letter of {layers['pattern']}; another pattern needs layers=NAME"
-        check(letter in set(layers["pattern"]) and isinstance(given, dict), f"layers.{letter}", given, right)
+        right = f"left out: the layers are {' and '.join(letters)}, and another pattern needs layers=NAME"
+        check(letter in letters, f"layers.{letter}", given, right)
+        check(isinstance(given, dict), f"layers.{letter}", given, f"settings: {', '.join(TYPES)}")
         was = layers[letter]
+        encoding = cfg.pos if "pos" in given else was["pos"] or cfg.pos  # to which a base applies
         values = {key: was[key] for key in ("window", "sinks", "scaled")} | given
-        result[letter] = resolve_letter(letter, values, replace(cfg, pos=was["pos"] or cfg.pos))
-        if not given.keys() & {"pos", "base"}:
+        result[letter] = resolve_letter(letter, values, replace(cfg, pos=encoding))
+        if "pos" not in given and given.get("base") is None:
             result[letter]["pos"] = was["pos"]
     return result
 
@@ -133,7 +135,7 @@ def describe_layers(cfg: TrainConfig) -> str:
 def closest_yaml(cfg: TrainConfig) -> str:
     """The name of the yaml of conf/layers from which the run's schedule differs least: the one that the user typed.
 
-    Differences of windows count less: they are what users change most.
+    Windows are compared only between yamls that are otherwise equally close, because they are what users change most.
     """
     settings = flatten(cfg.layers, cfg).items()
 

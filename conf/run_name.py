@@ -1,4 +1,4 @@
-"""The name of a run that name= does not give."""
+"""The settings on the command line, and from them the name of a run that name= does not give."""
 
 import hashlib
 import re
@@ -10,6 +10,11 @@ from omegaconf import OmegaConf
 from conf.schema import RUN_CONTROL, TrainConfig
 
 
+def overrides() -> list[str]:
+    """The settings on the command line, without the signs + and ~, and with ${...} as it was typed."""
+    return [o.lstrip("+~") for o in typing.cast(list, OmegaConf.to_container(HydraConfig.get().overrides.task))]
+
+
 def default_name(c: TrainConfig) -> str:
     """The run's name from the command line: `rope`, `alibi-seed1`, `rope-tiny-lr0.001`.
 
@@ -18,8 +23,7 @@ def default_name(c: TrainConfig) -> str:
     """
     hydra = HydraConfig.get()
     groups, settings = [], []
-    typed = typing.cast(list, OmegaConf.to_container(hydra.overrides.task))  # with ${...}
-    for override in sorted(argument.lstrip("+~") for argument in typed):
+    for override in sorted(overrides()):
         key, _, value = override.partition("=")
         if key in ("model", "data", "optim", "exp", "scaling", "attention", "positions", "layers"):
             groups.append(value)

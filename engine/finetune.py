@@ -1,16 +1,14 @@
 """init=RUN: start from a trained run's weights, with its model and corpus, and its encoding or another one."""
 
 import re
-import typing
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from conf.errors import UserError, check
 from conf.registry import describe as describe_knobs, yaml_name
+from conf.run_name import overrides
 from conf.schema import TrainConfig
 from engine import checkpoint
 from engine.newest_run import known_runs
@@ -41,11 +39,6 @@ def inherit(cfg: TrainConfig) -> dict[str, Any]:
     return state
 
 
-def overrides() -> list[str]:
-    """The settings on the command line, without the signs + and ~."""
-    return [o.lstrip("+~") for o in typing.cast(list, OmegaConf.to_container(HydraConfig.get().overrides.task))]
-
-
 def refuse_overrides(cfg: TrainConfig, *keys: str) -> None:
     """UserError if one of these settings or groups, which the parent fixes, is on the command line."""
     for key in keys:
@@ -63,8 +56,6 @@ def choose_encoding(cfg: TrainConfig, old: TrainConfig) -> None:
     a setting of the parent's. A change is recorded in cfg.pretrained. UserError for a change after which the weights
     would be of no use.
     """
-    from conf.layer_schedule import change_schedule, resolve_layers
-
     given = {o.partition("=")[0] for o in overrides()}
     if "pos" not in given:
         knobs = {key.removeprefix("pos."): cfg.pos[key.removeprefix("pos.")] for key in given if key.startswith("pos.")}
@@ -72,13 +63,20 @@ def choose_encoding(cfg: TrainConfig, old: TrainConfig) -> None:
             right = f"left out: pos={yaml_name('pos', old.pos)} of {cfg.init} has no {knob}"
             check(knob in old.pos, f"pos.{knob}", value, right)
         cfg.pos = {**old.pos, **knobs}
-    if "layers" not in given:
-        if (lone := sorted(key for key in given if key.startswith("layers."))) and not old.layers:
-            raise UserError(f"{lone[0]}: needs layers=NAME beside it: {cfg.init} has no layer schedule")
-        changes = cfg.layers if lone else {}
-        cfg.layers = change_schedule(old.layers, changes, cfg) if changes else old.layers
-    elif cfg.layers:
-        cfg.layers = resolve_layers(cfg)
+    lone = sorted(key for key in given if key.startswith("layers."))
+    if "layers" in given:
+        if cfg.layers:
+            from conf.layer_schedule import resolve_layers
+
+            cfg.layers = resolve_layers(cfg)
+    elif not lone:
+        cfg.layers = old.layers
+    elif old.layers:
+        from conf.layer_schedule import change_schedule
+
+        cfg.layers = change_schedule(old.layers, cfg.layers, cfg)
+    else:
+        raise UserError(f"{lone[0]}: needs layers=NAME beside it: {cfg.init} has no layer schedule")
     before, now = rotations(old), rotations(cfg)
     if before and not {pairs for pairs, _ in now} <= {pairs for pairs, _ in before}:
         right = f"{describe_knobs('pos', old.pos)}: other dimensions would be rotated together than in its training"

@@ -362,7 +362,7 @@ def test_recomputed_blocks_give_the_same_gradients_with_less_memory(settings):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_recomputed_blocks_can_be_compiled(recompute, monkeypatch, capsys):
+def test_recomputed_blocks_can_be_compiled(recompute, monkeypatch):
     """As on a GPU by default; aot_eager traces as Inductor does, and compiles in a second."""
     x = torch.randint(50, (2, 33), generator=torch.Generator().manual_seed(0))
     model = gpt.build(train_settings("pos=rope", *SMALL), 50)
@@ -371,12 +371,11 @@ def test_recomputed_blocks_can_be_compiled(recompute, monkeypatch, capsys):
     monkeypatch.setattr(attention, "attend_blocks", attention.attend_blocks)
     if recompute:
         recompute_blocks(model)
-    compiling.compile_blocks(model)
+    compiling.compile_blocks(model, fallback=False)
     counters.clear()
     got = torch.autograd.grad(model.losses(x[:, :-1], x[:, 1:]).mean(), list(model.parameters()))
     assert counters["stats"]["unique_graphs"] == 2  # of a block and the loss
     assert all((a - b).abs().max() < 1e-6 for a, b in zip(got, want, strict=True))
-    assert not compiling.failed and not capsys.readouterr().err
 
 
 def test_rows_that_cannot_be_shared_evenly_are_one_line(monkeypatch):

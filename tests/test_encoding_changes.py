@@ -9,11 +9,12 @@ import torch
 from conf.errors import UserError
 from conf.help import wrong_setting
 from conf.hydra_patches import init_keeps_groups
+from conf.layer_schedule import change_schedule
 from engine import checkpoint
 from engine.run import Run
 from model import spectrum
 from model.layers import LayerSchedule
-from tests.helpers import run_eval, run_train, train_settings, train_smoke_runs
+from tests.helpers import command, run_eval, run_train, train_settings, train_smoke_runs
 
 FROZEN = ("steps=1", "optim.lr=1e-12", "optim.warmup=0")  # keeps the weights
 
@@ -124,6 +125,34 @@ def test_a_setting_of_the_parents_schedule_or_encoding_is_changed_alone(there, m
     assert changed("init=t5", "pos.buckets=8").cfg.pos == {**trained("t5").cfg.pos, "buckets": 8}
 
 
+def test_the_command_changes_a_setting_of_the_parents_schedule(there):
+    settings = ("exp=smoke", "init=olmo3", "layers.L.window=16", *FROZEN, "name=typed")
+    done = command("train.py", *settings, cwd=there)
+    assert done.returncode == 0 and "layers=olmo3 (LG) L.window=16: kept" in done.stdout, done.stderr
+    assert trained("typed").cfg.layers["L"]["window"] == 16
+
+
+def test_settings_of_a_choice_on_the_command_line_are_not_those_of_the_parent(monkeypatch):
+    """Hydra must refuse a knob that pos=NAME lacks, and a misspelt one is answered with the most similar one."""
+    monkeypatch.setattr("sys.argv", ["train.py", "init=rope", "pos=rope", "pos.bsae=1", "layers.L.window=16"])
+    assert init_keeps_groups("pos.bsae=1") == "pos.bsae=1"
+    assert init_keeps_groups("layers.L.window=16") == "++layers.L.window=16"
+    assert "pos.bsae: no such setting of train.py: did you mean pos.base?" in (wrong_setting("train") or "")
+
+
+def test_what_a_change_of_one_kind_of_layer_keeps():
+    cfg = train_settings("layers=gemma3")
+    assert cfg.layers["L"]["pos"]["base"] == 10000 != cfg.layers["G"]["pos"]["base"]
+    assert change_schedule(cfg.layers, {"L": {"window": 16}}, cfg)["L"] == {**cfg.layers["L"], "window": 16}
+    changed = change_schedule(cfg.layers, {"L": {"pos": None, "base": 500}, "G": {"pos": None}}, cfg)
+    assert changed["L"]["pos"] == {**cfg.pos, "base": 500} and changed["G"]["pos"] is None
+    cfg = train_settings("layers=swan")  # its G has pos=none
+    assert change_schedule(cfg.layers, {"G": {"base": None}}, cfg)["G"] == cfg.layers["G"]
+    assert change_schedule(cfg.layers, {"G": {"pos": None, "base": 500}}, cfg)["G"]["pos"]["base"] == 500
+    with pytest.raises(UserError, match="pos=none has no base"):
+        change_schedule(cfg.layers, {"G": {"base": 500}}, cfg)
+
+
 def test_parameters_of_an_encoding_are_dropped_kept_or_new(there, capsys):
     def changed(*overrides: str) -> str:
         run_train(*overrides, *FROZEN, "name=new", "fresh=true")
@@ -149,8 +178,9 @@ def test_parameters_of_an_encoding_are_dropped_kept_or_new(there, capsys):
         (["init=rope", "pos=rope_partial"], r"init=rope: pos=rope_partial does not fit the weights of rope: other dim"),
         (["init=interleaved", "pos=ssmax"], r"pos=ssmax does not fit the weights of rope_interleaved: other dim"),
         (["init=rope", "++layers.L.base=500"], r"layers\.L\.base: needs layers=NAME beside it: rope has no layer sch"),
-        (["init=olmo3", "++layers.S.window=5"], r"layers\.S=.*: must be of a letter of LG; another pattern needs lay"),
-        (["init=olmo3", "++layers.pattern=L"], r"layers\.pattern=L: must be of a letter of LG; another pattern needs"),
+        (["init=olmo3", "++layers.S.window=5"], r"layers\.S=.*: must be left out: the layers are L and G, and another"),
+        (["init=olmo3", "++layers.pattern=L"], r"layers\.pattern=L: must be left out: the layers are L and G, and"),
+        (["init=olmo3", "++layers.L=5"], r"layers\.L=5: must be settings: pos, base, window, sinks, scaled"),
         (["init=olmo3", "++layers.L.windwo=5"], r"layers\.L\.windwo=5: must be left out: a kind of layer has pos, ba"),
         (["init=olmo3", "++layers.G.sinks=5"], r"layers\.G\.sinks=5: must be 0 without a window"),
         (["init=t5", "pos.base=500000"], r"pos\.base=500000: must be left out: pos=t5_bias of t5 has no base"),
