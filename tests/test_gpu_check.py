@@ -1,0 +1,212 @@
+"""bench/gpu_check.sh, the command for a machine with a GPU, and the plugin of pytest that it uses."""
+
+import csv
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+
+def gpu_check(here: Path, stage: str, **env: str) -> subprocess.CompletedProcess:
+    """Run a stage at toy size, with its files in here/state."""
+    full = {**os.environ, "TOY": "1", "STATE": str(here / "state"), "CORPUS": str(here / ".cache"), **env}
+    full = {name: value for name, value in full.items() if value}
+    return subprocess.run(["bash", str(ROOT / "bench/gpu_check.sh"), stage], env=full, capture_output=True, text=True)
+
+
+def stand_in(here: Path, case: str = "") -> str:
+    """A stand-in for Python that writes its arguments to here/calls; case: branches of a `case` of them."""
+    python = here / "python"
+    python.write_text(f"""#!/bin/bash
+echo "$*" >> {here}/calls
+out=$(sed -n 's/.*--out //p; s/.*--ceilings //p' <<< "$*" | cut -d ' ' -f 1)
+[ -z "$out" ] || echo row >> "$out"
+case "$*" in
+    {case}
+    "- "*|*"import hydra"*) ;; # what is installed?
+    *) echo hello ;;
+esac
+""")
+    python.chmod(0o755)
+    return str(python)
+
+
+def steps(done: subprocess.CompletedProcess, verdict: str) -> list[str]:
+    """The names of the steps that have this verdict."""
+    return [line.split()[0] for line in done.stdout.splitlines() if line[15:].startswith(verdict)]
+
+
+STAGES = {
+    "a": ["environment", "ceilings", "rope-0", "rope-1", "rope-3", "training", "evaluation", "tiles", "tests-0",
+          "tests-1"],
+    "b": ["steps", "text", "gpt2-triton", "gpt2-torch"],
+    "c": ["rope-2", "rope-4", "rope-5", "rope-6", "eval-32768", "eval-131072"],
+    "d": ["study"],
+}  # fmt: skip
+TOY_STAGES = {
+    "a": ["environment", "ceilings", "rope-0", "training", "evaluation", "tiles", "tests-0"],
+    "b": ["steps", "text", "gpt2-torch"],
+    "c": ["rope-2", "eval-128"],
+    "d": ["study"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", ["a", "bc", "d"])
+def test_the_stages_for_a_gpu_are_rehearsed_on_a_cpu(stages, here):
+    """Also on an image without wandb: importing it fails here. Nothing is written to the checkout."""
+    (here / "absent").mkdir()
+    (here / "absent/wandb.py").write_text("raise ImportError('there is no wandb')")
+    before = files_of_the_checkout()
+    for stage in stages:  # c evaluates the model that b trains
+        done = gpu_check(here, stage, PYTHON=sys.executable, PYTHONPATH=str(here / "absent"))
+        logs = "".join(log.read_text()[-2000:] for log in (here / "state").glob("*.log"))
+        assert done.returncode == 0 and steps(done, "ok") == TOY_STAGES[stage], done.stdout + done.stderr + logs
+        table = here / "state" / {"b": "gpu_step.csv", "d": "matrix-h200.jsonl"}.get(stage, "rope_kernel.csv")
+        assert len(table.read_text().splitlines()) >= 3 and not done.stderr
+    assert files_of_the_checkout() == before
+
+
+def files_of_the_checkout() -> list[Path]:
+    return sorted(path for path in ROOT.rglob("*") if "__pycache__" not in path.parts and ".git" not in path.parts)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_starts_its_steps_in_order_and_copies_the_results(stage, here):
+    """With a stand-in for Python."""
+    done = gpu_check(here, stage, PYTHON=stand_in(here), TOY="", COPY_TO=str(here / "copies"))
+    assert done.returncode == 0 and steps(done, "ok") == STAGES[stage], done.stdout + done.stderr
+    copied = {path.name: path.read_text() for path in (here / "copies").iterdir()}
+    tables = {"a": ["gpu_ceilings.csv", "rope_kernel.csv", "rope_tiles.csv"], "b": ["gpu_step.csv"]}
+    tables |= {"c": ["rope_kernel.csv"], "d": ["matrix-h200.jsonl"]}
+    assert sorted(copied) == sorted([*tables[stage], "steps.txt"]) and len(copied) <= 8
+    assert copied["steps.txt"].startswith(done.stdout)  # the verdicts, then the logs
+    assert all(f"==== {name}\nhello\n" in copied["steps.txt"] for name in STAGES[stage])
+    assert all(f"cache={here}/.cache" in call for call in calls(here) if call.startswith(("train.py", "eval.py")))
+    assert stage != "d" or f"--cache {here}/.cache" in calls(here)[-1]
+
+
+def calls(here: Path) -> list[str]:
+    """What the stand-in was called with, but for the checks of what is installed."""
+    return [
+        call for call in (here / "calls").read_text().splitlines() if not call.startswith(("- ", "-c import hydra"))
+    ]
+
+
+def test_a_stage_repeats_only_what_failed_and_ends_in_time(here):
+    """Evaluation and benchmark fail the first time."""
+    python = stand_in(here, f"*eval.py*|*'rope gpu'*) [ -e {here}/second ] || exit 3 ;;")
+    first = gpu_check(here, "a", PYTHON=python)
+    assert first.returncode == 1 and steps(first, "FAILED 3") == ["rope-0", "evaluation"]
+    (here / "calls").unlink()
+    (here / "second").touch()
+    second = gpu_check(here, "a", PYTHON=python)
+    assert second.returncode == 0 and len(steps(second, "done before")) == 5 and len(calls(here)) == 2, second.stdout
+    late = gpu_check(here, "a", PYTHON=python, STATE=str(here / "late"), STAGE_SECONDS="3")
+    assert late.returncode == 1 and steps(late, "no time left: run this stage again") == TOY_STAGES["a"]
+
+
+def test_a_stage_that_is_ended_stops_its_step_and_copies_what_there_is(here):
+    python = stand_in(here, "*train.py*) echo $$ began; exec sleep 60 ;;")
+    env = {**os.environ, "TOY": "1", "PYTHON": python, "STATE": str(here / "state")}
+    command = ["bash", str(ROOT / "bench/gpu_check.sh"), "a"]
+    with subprocess.Popen(command, env={**env, "COPY_TO": str(here / "copies")}) as stage:
+        log = here / "state/training.log"
+        wait_for(lambda: log.exists() and "began" in log.read_text())
+        (here / "state/rope_kernel.csv").write_text("row\nrow of an unfinished step\n")
+        stage.terminate()
+        assert stage.wait(10) == 143
+    process = log.read_text().split()[0]
+    wait_for(lambda: not Path("/proc", process).exists())
+    assert f"==== training\n{process} began\n" in (here / "copies/steps.txt").read_text()
+    assert "unfinished" in (here / "copies/rope_kernel.csv").read_text()
+
+
+def wait_for(condition, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.process
+def test_missing_packages_are_installed_from_the_folder_of_wheels(here):
+    """Not those that are installed; and again nothing the second time."""
+    for name, version in (("ropewalk_dummy", "1.0"), ("tqdm", "0.1"), ("sympy", "1.14.0")):
+        with zipfile.ZipFile(here / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+            info = f"{name}-{version}.dist-info"
+            wheel.writestr(f"{name}.py", "")
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+    site = here / "site"
+    settings = {"PYTHON": sys.executable, "WHEELS": str(here), "SITE": str(site), "STAGE_SECONDS": "3"}
+    for _ in range(2):
+        done = gpu_check(here, "d", **settings)
+        assert steps(done, "no time left: run this stage again") == ["study"], done.stdout + done.stderr
+        assert [path.name for path in site.glob("*.py")] == ["ropewalk_dummy.py"]
+        (here / "ropewalk_dummy-1.0-py3-none-any.whl").write_text("not to be opened again")
+    python = stand_in(here, "*'import hydra'*) exit 1 ;;")
+    missing = gpu_check(here, "a", PYTHON=python)
+    assert missing.returncode == 1 and missing.stdout.startswith("error: packages are missing: first, with a network")
+
+
+@pytest.mark.process
+def test_every_gpu_test_is_in_one_selection_of_the_command(here, gpu_tests):
+    """Those that this run of pytest has collected: in CI all."""
+    selections = gpu_check(here, "selections").stdout.splitlines()
+    code = """ # one process for both, since importing torch takes the longest
+import shlex, sys, pytest
+class Print:
+    def pytest_collection_finish(self, session):
+        print(*(item.nodeid for item in session.items), sep="\\n")
+for line in sys.stdin.read().splitlines():
+    pytest.main(["-qq", "-n0", "-mgpu", "--collect-only", *shlex.split(line)], plugins=[Print()])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], input="\n".join(selections), cwd=ROOT, capture_output=True, text=True
+    )
+    selected = [line for line in done.stdout.splitlines() if "::" in line]
+    assert len(selected) == len(set(selected)) and len(selections) == 2, done.stderr
+    assert {*gpu_tests} <= {*selected} and len(selected) > 100
+
+
+@pytest.mark.process
+def test_tests_that_have_passed_are_left_out_when_the_command_is_repeated(here):
+    """The first run is killed in its fourth test, and the third has none left."""
+    (here / "test_four.py").write_text("""
+import os, pytest
+def test_passes(): pass
+def test_is_skipped(): pytest.skip("reason")
+def test_fails(): assert "AGAIN" in os.environ
+def test_kills(): assert "AGAIN" in os.environ or os._exit(9)
+""")
+    options = ["-q", "-p", "no:cacheprovider", "-p", "bench.passed_tests", "test_four.py"]
+    command = [sys.executable, "-m", "pytest", *options]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PASSED_TESTS": "passed"}
+    codes, counts = [], []
+    for again in ({}, {"AGAIN": "1"}, {}):
+        done = subprocess.run(command, env={**env, **again}, capture_output=True, text=True)
+        codes.append(done.returncode)
+        counts.append(len(Path("passed").read_text().splitlines()))
+    assert codes == [9, 0, 0] and counts == [2, 4, 4]
+
+
+@pytest.mark.process
+def test_other_tiles_are_compiled_without_a_gpu(here):
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "bench.rope", "sweep", "--warps", "8", "--heads", "16", "--out", "tiles.csv"]
+    done = subprocess.run(command, env={**env, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    if "FileNotFoundError" in done.stderr and "cuobjdump" in done.stderr:
+        pytest.skip("this triton has no cuobjdump")
+    assert done.returncode == 0, done.stderr
+    with Path("tiles.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["warps"], row["heads"], row["us"]) for row in rows] == [("8", "16", "")] * 2
+    assert int(rows[1]["tokens"]) == 2 * int(rows[0]["tokens"]) and int(rows[1]["registers"]) > 32
