@@ -121,7 +121,7 @@ def test_a_table_of_the_rotary_op_gets_only_the_rows_that_it_lacks(tmp_path, mon
 
 
 def test_a_table_of_training_steps_gets_only_the_rows_that_it_lacks(tmp_path, monkeypatch):
-    """The first row comes after the profile, which is written again if it is not there."""
+    """The first row comes after the profile, and again if the profile is not there."""
     table, profile = tmp_path / "rows.csv", tmp_path / "profile.txt"
     monkeypatch.setattr(gpu_step, "our_step", lambda *args: (lambda: torch.ones(2) + 1, 64, 1000))
     monkeypatch.setattr(gpu_step, "nanogpt_step", gpu_step.our_step)
@@ -140,6 +140,9 @@ def test_a_table_of_training_steps_gets_only_the_rows_that_it_lacks(tmp_path, mo
     assert not table.exists()
     gpu_step.main()
     assert column(table, "what") == names and profile.exists()
+    profile.unlink()  # as after a first call without --profile
+    gpu_step.main()
+    assert column(table, "what") == [*names, names[0]] and profile.exists()
 
 
 def interrupted() -> None:
