@@ -179,23 +179,24 @@ for line in sys.stdin.read().splitlines():
 
 @pytest.mark.process
 def test_tests_that_have_passed_are_left_out_when_the_command_is_repeated(here):
-    """The first run is killed in its fourth test, and the third has none left."""
-    (here / "test_four.py").write_text("""
+    """The first three calls are killed by a test, which comes last in the second and third. The fifth has none left."""
+    (here / "test_five.py").write_text("""
 import os, pytest
 def test_passes(): pass
 def test_is_skipped(): pytest.skip("reason")
-def test_fails(): assert "AGAIN" in os.environ
-def test_kills(): assert "AGAIN" in os.environ or os._exit(9)
+def test_kills(): assert os.environ["CALL"] > "2" or os._exit(9)
+def test_fails_first(): assert os.environ["CALL"] > "1"
+def test_comes_last(): pass
 """)
-    options = ["-q", "-p", "no:cacheprovider", "-p", "bench.passed_tests", "test_four.py"]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "bench.passed_tests", "test_five.py"]
     command = [sys.executable, "-m", "pytest", *options]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PASSED_TESTS": "passed"}
-    codes, counts = [], []
-    for again in ({}, {"AGAIN": "1"}, {}):
-        done = subprocess.run(command, env={**env, **again}, capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PASSED_TESTS": "tests.passed"}
+    codes, passed = [], []
+    for call in "01234":
+        done = subprocess.run(command, env={**env, "CALL": call}, capture_output=True, text=True)
         codes.append(done.returncode)
-        counts.append(len(Path("passed").read_text().splitlines()))
-    assert codes == [9, 0, 0] and counts == [2, 4, 4]
+        passed.append(len(Path("tests.passed").read_text().splitlines()))
+    assert codes == [9, 9, 9, 0, 0] and passed == [2, 3, 4, 5, 5]
 
 
 @pytest.mark.process
