@@ -113,7 +113,7 @@ copy_results() {
 }
 child=
 trap copy_results EXIT
-trap '[ "$child" ] && kill "$child"; exit 143' TERM INT
+trap '[ "$child" ] && kill "$child" && wait "$child"; exit 143' TERM INT
 
 report() { printf '%-14s %s\n' "$@" | tee -a "$state/summary"; }
 # step NAME SECONDS COMMAND...: run it within the time, unless it has succeeded before; its output goes to STATE/NAME.log

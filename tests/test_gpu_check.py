@@ -113,19 +113,21 @@ def test_a_stage_repeats_only_what_failed_and_ends_in_time(here):
 
 
 def test_a_stage_that_is_ended_stops_its_step_and_copies_what_there_is(here):
-    python = stand_in(here, "*train.py*) echo $$ began; exec sleep 60 ;;")
+    """The step, too, writes what it has: train.py saves."""
+    saves = f"trap 'sleep 1; echo saved >> {here}/state/rope_kernel.csv; exit 143' TERM"
+    python = stand_in(here, f"*train.py*) {saves}; echo $$ began; sleep 60 & wait ;;")
     env = {**os.environ, "TOY": "1", "PYTHON": python, "STATE": str(here / "state")}
     command = ["bash", str(ROOT / "bench/gpu_check.sh"), "a"]
     with subprocess.Popen(command, env={**env, "COPY_TO": str(here / "copies")}) as stage:
         log = here / "state/training.log"
         wait_for(lambda: log.exists() and "began" in log.read_text())
-        (here / "state/rope_kernel.csv").write_text("row\nrow of an unfinished step\n")
+        assert (here / "copies/rope_kernel.csv").read_text() == "row\n"  # of the steps before
         stage.terminate()
         assert stage.wait(10) == 143
     process = log.read_text().split()[0]
-    wait_for(lambda: not Path("/proc", process).exists())
+    assert not Path("/proc", process).exists()
     assert f"==== training\n{process} began\n" in (here / "copies/steps.txt").read_text()
-    assert "unfinished" in (here / "copies/rope_kernel.csv").read_text()
+    assert (here / "copies/rope_kernel.csv").read_text() == "row\nsaved\n"
 
 
 def wait_for(condition, seconds: float = 30) -> None:
