@@ -7,15 +7,17 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests import conftest
 from tests.helpers import ROOT
 
 
 def gpu_check(here: Path, stage: str, **env: str) -> subprocess.CompletedProcess:
-    """Run a stage at toy size, with its files in here/state."""
-    full = {**os.environ, "TOY": "1", "STATE": str(here / "state"), "CORPUS": str(here / ".cache"), **env}
+    """Run a stage at toy size, with its files in `here/the state`."""
+    full = {**os.environ, "TOY": "1", "STATE": str(here / "the state"), "CORPUS": str(here / ".cache"), **env}
     full = {name: value for name, value in full.items() if value}
     return subprocess.run(["bash", str(ROOT / "bench/gpu_check.sh"), stage], env=full, capture_output=True, text=True)
 
@@ -25,8 +27,10 @@ def stand_in(here: Path, case: str = "") -> str:
     python = here / "python"
     python.write_text(f"""#!/bin/bash
 echo "$*" >> {here}/calls
-out=$(sed -n 's/.*--out //p; s/.*--ceilings //p' <<< "$*" | cut -d ' ' -f 1)
-[ -z "$out" ] || echo row >> "$out"
+for argument; do
+    case $option in --out | --ceilings) echo row >> "$argument" ;; esac
+    option=$argument
+done
 case "$*" in
     {case}
     "- "*|*"import hydra"*) ;; # what is installed?
@@ -43,14 +47,13 @@ def steps(done: subprocess.CompletedProcess, verdict: str) -> list[str]:
 
 
 STAGES = {
-    "a": ["environment", "ceilings", "rope-0", "rope-1", "rope-3", "training", "evaluation", "tiles", "tests-0",
-          "tests-1"],
+    "a": ["environment", "ceilings", "rope-0", "rope-1", "rope-3", "training", "evaluation", "tiles", "tests"],
     "b": ["steps", "text", "gpt2-triton", "gpt2-torch"],
     "c": ["rope-2", "rope-4", "rope-5", "rope-6", "eval-32768", "eval-131072"],
     "d": ["study"],
-}  # fmt: skip
+}
 TOY_STAGES = {
-    "a": ["environment", "ceilings", "rope-0", "training", "evaluation", "tiles", "tests-0"],
+    "a": ["environment", "ceilings", "rope-0", "training", "evaluation", "tiles", "tests"],
     "b": ["steps", "text", "gpt2-torch"],
     "c": ["rope-2", "eval-128"],
     "d": ["study"],
@@ -66,9 +69,9 @@ def test_the_stages_for_a_gpu_are_rehearsed_on_a_cpu(stages, here):
     before = files_of_the_checkout()
     for stage in stages:  # c evaluates the model that b trains
         done = gpu_check(here, stage, PYTHON=sys.executable, PYTHONPATH=str(here / "absent"))
-        logs = "".join(log.read_text()[-2000:] for log in (here / "state").glob("*.log"))
+        logs = "".join(log.read_text()[-2000:] for log in (here / "the state").glob("*.log"))
         assert done.returncode == 0 and steps(done, "ok") == TOY_STAGES[stage], done.stdout + done.stderr + logs
-        table = here / "state" / {"b": "gpu_step.csv", "d": "matrix-h200.jsonl"}.get(stage, "rope_kernel.csv")
+        table = here / "the state" / {"b": "gpu_step.csv", "d": "matrix-h200.jsonl"}.get(stage, "rope_kernel.csv")
         assert len(table.read_text().splitlines()) >= 3 and not done.stderr
     assert files_of_the_checkout() == before
 
@@ -90,6 +93,8 @@ def test_every_stage_starts_its_steps_in_order_and_copies_the_results(stage, her
     assert all(f"==== {name}\nhello\n" in copied["steps.txt"] for name in STAGES[stage])
     assert all(f"cache={here}/.cache" in call for call in calls(here) if call.startswith(("train.py", "eval.py")))
     assert stage != "d" or f"--cache {here}/.cache" in calls(here)[-1]
+    if stage == "a":  # the tests of the kernel begin
+        assert " -m gpu -p no:cacheprovider -p bench.passed_tests tests/test_rope.py " in calls(here)[-1]
 
 
 def calls(here: Path) -> list[str]:
@@ -100,14 +105,23 @@ def calls(here: Path) -> list[str]:
 
 
 def test_a_stage_repeats_only_what_failed_and_ends_in_time(here):
-    """Evaluation and benchmark fail the first time."""
-    python = stand_in(here, f"*eval.py*|*'rope gpu'*) [ -e {here}/second ] || exit 3 ;;")
+    """Evaluation and benchmark fail the first time. A step's limit is at most the time that is left."""
+    python = stand_in(here, f"*eval.py*|*'rope gpu'*) echo tried; [ -e {here}/second ] || exit 3 ;;")
     first = gpu_check(here, "a", PYTHON=python)
     assert first.returncode == 1 and steps(first, "FAILED 3") == ["rope-0", "evaluation"]
     (here / "calls").unlink()
     (here / "second").touch()
     second = gpu_check(here, "a", PYTHON=python)
     assert second.returncode == 0 and len(steps(second, "done before")) == 5 and len(calls(here)) == 2, second.stdout
+    assert (here / "the state/evaluation.log").read_text() == "tried\ntried\n"
+    (here / "timeout").write_text(f"#!/bin/bash\necho $3 >> {here}/limits\n")
+    (here / "timeout").chmod(0o755)
+    environment = {"PYTHON": python, "STATE": str(here / "short"), "PATH": f"{here}:{os.environ['PATH']}"}
+    gpu_check(here, "d", STAGE_SECONDS="1000", **environment)
+    (here / "short/done/study").unlink()
+    gpu_check(here, "d", STAGE_SECONDS="100", **environment)
+    limits = [int(limit) for limit in (here / "limits").read_text().split()]
+    assert limits[0] == 540 and 50 < limits[1] <= 100 and len(limits) == 2
     late = gpu_check(here, "a", PYTHON=python, STATE=str(here / "late"), STAGE_SECONDS="3")
     assert late.returncode == 1 and steps(late, "no time left: run this stage again") == TOY_STAGES["a"]
 
@@ -139,8 +153,9 @@ def wait_for(condition, seconds: float = 30) -> None:
 
 @pytest.mark.process
 def test_missing_packages_are_installed_from_the_folder_of_wheels(here):
-    """Not those that are installed; and again nothing the second time."""
-    for name, version in (("ropewalk_dummy", "1.0"), ("tqdm", "0.1"), ("sympy", "1.14.0")):
+    """Of those that are installed, only another version of a pinned one; and again nothing the second time."""
+    pinned = ("antlr4_python3_runtime", "0.1")
+    for name, version in (("ropewalk_dummy", "1.0"), ("tqdm", "0.1"), ("sympy", "1.14.0"), pinned):
         with zipfile.ZipFile(here / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
             info = f"{name}-{version}.dist-info"
             wheel.writestr(f"{name}.py", "")
@@ -152,31 +167,25 @@ def test_missing_packages_are_installed_from_the_folder_of_wheels(here):
     for _ in range(2):
         done = gpu_check(here, "d", **settings)
         assert steps(done, "no time left: run this stage again") == ["study"], done.stdout + done.stderr
-        assert [path.name for path in site.glob("*.py")] == ["ropewalk_dummy.py"]
-        (here / "ropewalk_dummy-1.0-py3-none-any.whl").write_text("not to be opened again")
+        assert sorted(path.name for path in site.glob("*.py")) == ["antlr4_python3_runtime.py", "ropewalk_dummy.py"]
+        for name in ("ropewalk_dummy-1.0", "antlr4_python3_runtime-0.1"):
+            (here / f"{name}-py3-none-any.whl").write_text("not to be opened again")
     python = stand_in(here, "*'import hydra'*) exit 1 ;;")
     missing = gpu_check(here, "a", PYTHON=python)
     assert missing.returncode == 1 and missing.stdout.startswith("error: packages are missing: first, with a network")
 
 
-@pytest.mark.process
-def test_every_gpu_test_is_in_one_selection_of_the_command(here, gpu_tests):
-    """Those that this run of pytest has collected: in CI all."""
-    selections = gpu_check(here, "selections").stdout.splitlines()
-    code = """ # one process for both, since importing torch takes the longest
-import shlex, sys, pytest
-class Print:
-    def pytest_collection_finish(self, session):
-        print(*(item.nodeid for item in session.items), sep="\\n")
-for line in sys.stdin.read().splitlines():
-    pytest.main(["-qq", "-n0", "-mgpu", "--collect-only", *shlex.split(line)], plugins=[Print()])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], input="\n".join(selections), cwd=ROOT, capture_output=True, text=True
-    )
-    selected = [line for line in done.stdout.splitlines() if "::" in line]
-    assert len(selected) == len(set(selected)) and len(selections) == 2, done.stderr
-    assert {*gpu_tests} <= {*selected} and len(selected) > 100
+def test_tests_marked_gpu_and_slow_run_with_the_tests_marked_gpu():
+    """And neither runs without -m."""
+
+    def selected(named: str) -> list[str]:
+        markers = ["", "gpu", "slow", "gpu slow", "slow gpu"]
+        items = [SimpleNamespace(name=m, get_closest_marker=m.split().count) for m in markers]
+        hook = SimpleNamespace(pytest_deselected=lambda items: None)
+        conftest.pytest_collection_modifyitems(SimpleNamespace(getoption=lambda name: named, hook=hook), items)
+        return [item.name for item in items if item.name]
+
+    assert selected("gpu") == ["gpu", "gpu slow", "slow gpu"] and selected("slow") == ["slow"] and selected("") == []
 
 
 @pytest.mark.process
