@@ -9,10 +9,11 @@
 #   bash bench/gpu_check.sh d           # a part of the study, four jobs at a time
 #   TOY=1 bash bench/gpu_check.sh a     # rehearses a stage on a CPU
 #
-# A step that has succeeded is not repeated when its stage is run again. Runs, logs, tables and what is done are in the
-# folder STATE (default .gpu_check, which git ignores); delete it to begin anew. COPY_TO=DIR copies at most eight files to
-# DIR after each step, also if the stage is ended by SIGTERM: the tables, profile.txt and steps.txt, which has the end of
-# the log of each step. To publish the results, commit those with the ending csv or jsonl, and profile.txt, in results/gpu.
+# A step that has succeeded is not repeated when its stage is run again, and one that was killed continues. Runs, logs,
+# tables and what is done are in the folder STATE (default .gpu_check, or .gpu_check-toy with TOY=1). Delete it after a
+# change of the code: steps that are done are not repeated. COPY_TO=DIR copies at most eight files to DIR after each
+# step, also if the stage is ended by SIGTERM: the tables, profile.txt and steps.txt, which has the end of the log of
+# each step. To publish the tables, use COPY_TO=results/gpu and commit all files but steps.txt.
 #
 # The machine needs Python 3.12, torch with triton, numpy, scipy, matplotlib, safetensors and tokenizers. A wheel is
 # installed into the folder SITE if the package is missing, or if its version must be the pinned one (`exact` below).
@@ -21,7 +22,8 @@
 # unpacked to .wheels/flash_rotary.py, which bench/peers.py loads. (This needs torch. Without it, put the file there by
 # hand.)
 #
-# CORPUS is the cache of prepared corpora (default .cache). What it lacks is prepared on the machine: from sympy for
+# PYTHON: the interpreter. WHEELS: the folder of wheels (default .wheels). STAGE_SECONDS: the time of a stage (default
+# 540). CORPUS: the cache of prepared corpora (default .cache). What it lacks is prepared on the machine: from sympy for
 # stages a and d, and from torch's sources for b.
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -57,8 +59,7 @@ a | b | c | d) ;;
     ;;
 esac
 
-state=${STATE:-${toy:+${TMPDIR:-/tmp}/ropewalk-toy}} # a rehearsal must neither count as done nor leave files in the checkout
-state=${state:-.gpu_check}
+state=${STATE:-.gpu_check${toy:+-toy}} # what a rehearsal has done must not count as done
 state=$(mkdir -p "$state/done" && cd "$state" && pwd)
 copies=${COPY_TO:+$(mkdir -p "$COPY_TO" && cd "$COPY_TO" && pwd)}
 
@@ -70,6 +71,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+# conf/hydra_patches.py is written for this version of Hydra, which needs these of OmegaConf and antlr4. The default
+# corpus is the source of sympy, and rustbpe makes its vocabulary: other versions could make another corpus
 exact = {"hydra_core", "omegaconf", "antlr4_python3_runtime", "sympy", "rustbpe"}
 for file in Path(sys.argv[1]).glob("*.whl"):
     name, wanted = file.name.split("-")[:2]
@@ -90,8 +93,8 @@ fi
 
 copy_results() {
     [ "$copies" ] || return 0
-    for table in rope_kernel.csv rope_tiles.csv gpu_step.csv gpu_ceilings.csv matrix-h200.jsonl profile.txt; do
-        [ -e "$state/$table" ] && cp "$state/$table" "$copies"
+    for file in "$state"/*.csv "$state"/*.jsonl "$state/profile.txt"; do
+        [ -e "$file" ] && cp "$file" "$copies"
     done
     {
         cat "$state/summary"
