@@ -1,9 +1,11 @@
 """What training and evaluation do on a GPU: tested with the meta device in its place, and on a GPU (marker gpu)."""
 
 import contextlib
+import functools
 import importlib
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -294,11 +296,16 @@ def test_gradients_in_bfloat16_are_those_of_float32_to_rounding(pos, kernel_by_d
 def test_a_run_on_a_gpu_resumes_to_the_same_weights_and_can_be_sampled(
     compiled, here, monkeypatch, capsys, kernel_by_device
 ):
-    """Stopped after 15 of 20 steps by a copy of the checkpoint; compiled from the tenth step on."""
+    """Interrupted after the checkpoint of step 15 of 20. With compile=true, compiled from step 10 on."""
     import sample
     import train
 
-    monkeypatch.setattr(attention, "attend_blocks", attention.attend_blocks)
+    monkeypatch.setattr(attention, "attend_blocks", attention.attend_blocks)  # which compile_blocks replaces
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=COMPILER))
+    compilations = Mock(wraps=functools.partial(compiling.compile_blocks, fallback=False))
+    steps = Mock(wraps=train.optimizer_step)
+    monkeypatch.setattr(compiling, "compile_blocks", compilations)
+    monkeypatch.setattr(train, "optimizer_step", steps)
     settings = ("steps=20", "save_every=15", f"device={GPU}", "dtype=float32", f"compile={compiled}")
     run_train(*settings, "name=whole")
     saved, plain = [], train.resume.save
@@ -312,7 +319,8 @@ def test_a_run_on_a_gpu_resumes_to_the_same_weights_and_can_be_sampled(
         patch.setattr(train.resume, "save", stop_at_15)
         run_train(*settings, "name=halves")
     run_train(*settings, "name=halves")
-    assert saved == [15]
+    assert saved == [15] and steps.call_count == 20 + 15 + 5
+    assert compilations.call_count == (3 if compiled == "true" else 0)
     whole, halves = (checkpoint.load(Path("runs") / name)["model"] for name in ("whole", "halves"))
     assert all(torch.allclose(whole[name], halves[name], atol=1e-5) for name in whole)
     monkeypatch.setattr(
