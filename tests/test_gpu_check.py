@@ -202,6 +202,7 @@ def test_comes_last(): pass
     options = ["-q", "-p", "no:cacheprovider", "-p", "bench.passed_tests", "test_five.py"]
     command = [sys.executable, "-m", "pytest", *options]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PASSED_TESTS": "tests.passed"}
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # importing them takes most of the time
     codes, passed = [], []
     for call in "01234":
         done = subprocess.run(command, env={**env, "CALL": call}, capture_output=True, text=True)
