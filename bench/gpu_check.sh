@@ -7,79 +7,72 @@
 #   bash bench/gpu_check.sh b           # exp=gpt2 on local text with both kernels, nanoGPT's step; five profiled steps
 #   bash bench/gpu_check.sh c           # the other shapes of the benchmark; that model evaluated at 32k and 128k tokens
 #   bash bench/gpu_check.sh d           # a part of the study, four jobs at a time
-#   bash bench/gpu_check.sh selections  # prints which tests stage a runs
 #   TOY=1 bash bench/gpu_check.sh a     # rehearses a stage on a CPU
 #
-# A step that has succeeded is not repeated when its stage is run again. Runs, logs, tables and what is done are in the
-# folder STATE (default .gpu_check, which git ignores); delete it to begin anew. COPY_TO=DIR copies at most eight files to
-# DIR after each step, also if the stage is ended by SIGTERM: the tables, profile.txt and steps.txt, which has the end of
-# the log of each step. To publish the results, commit those with the ending csv or jsonl, and profile.txt, in results/gpu.
+# A step that has succeeded is not repeated when its stage is run again, and one that was killed continues. Runs, logs,
+# tables and what is done are in the folder STATE (default .gpu_check, or .gpu_check-toy with TOY=1). Delete it after a
+# change of the code: steps that are done are not repeated. COPY_TO=DIR copies at most eight files to DIR after each
+# step, also if the stage is ended by SIGTERM: the tables, profile.txt and steps.txt, which has the end of the log of
+# each step. To publish the tables, use COPY_TO=results/gpu and commit all files but steps.txt.
 #
-# The machine needs Python 3.12, torch with triton, numpy, scipy, matplotlib, safetensors and tokenizers. Of the wheels,
-# what is not there, or is there in another version where that matters, is installed into the folder SITE. wandb is not
-# needed, since it is disabled. Of the peers of the benchmark, `wheels` brings Liger's package, fla's, transformers, and
-# one file of FlashAttention: its sources are downloaded, and flash_attn/ops/triton/rotary.py is unpacked to
-# .wheels/flash_rotary.py, which bench/peers.py loads. (This needs torch. Without it, put the file there by hand.)
+# The machine needs Python 3.12, torch with triton, numpy, scipy, matplotlib, safetensors and tokenizers. A wheel is
+# installed into the folder SITE if the package is missing, or if its version must be the pinned one (`exact` below).
+# wandb is not needed, since it is disabled. Of the peers of the benchmark, `wheels` brings Liger's package, fla's,
+# transformers, and one file of FlashAttention: its sources are downloaded, and flash_attn/ops/triton/rotary.py is
+# unpacked to .wheels/flash_rotary.py, which bench/peers.py loads. (This needs torch. Without it, put the file there by
+# hand.)
 #
-# CORPUS is the cache of prepared corpora (default .cache). What it lacks is prepared on the machine: from sympy for
+# PYTHON: the interpreter. WHEELS: the folder of wheels (default .wheels). STAGE_SECONDS: the time of a stage (default
+# 540). CORPUS: the cache of prepared corpora (default .cache). What it lacks is prepared on the machine: from sympy for
 # stages a and d, and from torch's sources for b.
 set -u
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 export PYTHON=${PYTHON:-python3} PYTHONUNBUFFERED=1 WANDB_MODE=disabled MPLBACKEND=Agg
 cache=${CORPUS:-.cache} toy=${TOY:+1} stage=${1:-a} failed=0 until=$((SECONDS + ${STAGE_SECONDS:-540}))
 wheels=${WHEELS:-.wheels}
 
-# Two steps, since the first has the tests of the kernel and takes minutes, and the second one takes the rest of the time
-selections=("not on_cuda_as_on_a_cpu" on_cuda_as_on_a_cpu)
-test_files=$(grep -rl --include='test_*.py' 'mark\.gpu' tests | sort)
-
 case $stage in
 wheels)
-    packages="hydra-core omegaconf PyYAML packaging tqdm tiktoken regex rustbpe sympy mpmath
+    packages=(hydra-core omegaconf PyYAML packaging tqdm tiktoken regex rustbpe sympy mpmath
         pytest pytest-xdist pytest-timeout execnet iniconfig pluggy pygments
-        transformers liger-kernel==0.8.5 fla-core==0.6.0 einops"
-    platforms=$(printf -- '--platform manylinux_2_%s_x86_64 ' 28 27 26 24 17; echo --platform manylinux2014_x86_64)
+        transformers liger-kernel==0.8.5 fla-core==0.6.0 einops)
+    platforms=(manylinux_2_{28,27,26,24,17}_x86_64 manylinux2014_x86_64 any)
     "$PYTHON" -m pip wheel -q --no-deps -w "$wheels" antlr4-python3-runtime==4.9.3 || exit 1 # has no wheel
-    # shellcheck disable=SC2086
     "$PYTHON" -m pip download -q --no-deps -c constraints.txt --only-binary=:all: --python-version 3.12 \
-        --implementation cp --abi cp312 --abi abi3 --abi none $platforms --platform any -d "$wheels" $packages || exit 1
+        --implementation cp --abi cp312 --abi abi3 --abi none "${platforms[@]/#/--platform=}" \
+        -d "$wheels" "${packages[@]}" || exit 1
     sources=$(mktemp -d)
     FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE "$PYTHON" -m pip download -q --no-deps --no-build-isolation \
-        --no-binary flash-attn -d "$sources" flash-attn==2.8.3.post2 &&
-        tar -xOzf "$sources"/flash_attn-*.tar.gz --wildcards '*/flash_attn/ops/triton/rotary.py' \
-            > "$wheels/flash_rotary.py" || { rm -f "$wheels/flash_rotary.py"; echo "FlashAttention: not downloaded"; }
+        --no-binary flash-attn -d "$sources" flash-attn==2.8.3.post2
+    if ! tar -xOzf "$sources"/flash_attn-*.tar.gz --wildcards '*/flash_attn/ops/triton/rotary.py' \
+        > "$wheels/flash_rotary.py"; then
+        rm -f "$wheels/flash_rotary.py"
+        echo "FlashAttention: not downloaded"
+    fi
     rm -r "$sources"
-    exit
-    ;;
-selections)
-    for selection in "${selections[@]}"; do
-        # shellcheck disable=SC2086
-        printf '%s ' $test_files
-        printf -- "-k '%s'\n" "$selection"
-    done
     exit
     ;;
 a | b | c | d) ;;
 *)
-    echo "error: stage $stage: must be wheels, a, b, c, d or selections"
+    echo "error: stage $stage: must be wheels, a, b, c or d"
     exit 1
     ;;
 esac
 
-state=${STATE:-${toy:+${TMPDIR:-/tmp}/ropewalk-toy}} # a rehearsal must neither count as done nor leave files in the checkout
-state=${state:-.gpu_check}
+state=${STATE:-.gpu_check${toy:+-toy}} # what a rehearsal has done must not count as done
 state=$(mkdir -p "$state/done" && cd "$state" && pwd)
 copies=${COPY_TO:+$(mkdir -p "$COPY_TO" && cd "$COPY_TO" && pwd)}
 
 site=${SITE:-${TMPDIR:-/tmp}/ropewalk-site}
 export PYTHONPATH=$PWD:$site${PYTHONPATH:+:$PYTHONPATH}
 [ -f "$wheels/flash_rotary.py" ] && export FLASH_ROTARY=${FLASH_ROTARY:-$(cd "$wheels" && pwd)/flash_rotary.py}
-# A wheel that is needed: no version is installed, or another one where only that one is right
-needed=$("$PYTHON" - "$wheels" << 'EOF'
+mapfile -t needed < <("$PYTHON" - "$wheels" << 'EOF'
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+# conf/hydra_patches.py is written for this version of Hydra, which needs these of OmegaConf and antlr4. The default
+# corpus is the source of sympy, and rustbpe makes its vocabulary: other versions could make another corpus
 exact = {"hydra_core", "omegaconf", "antlr4_python3_runtime", "sympy", "rustbpe"}
 for file in Path(sys.argv[1]).glob("*.whl"):
     name, wanted = file.name.split("-")[:2]
@@ -91,8 +84,8 @@ for file in Path(sys.argv[1]).glob("*.whl"):
         print(file)
 EOF
 )
-# shellcheck disable=SC2086
-if { [ "$needed" ] && ! "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" $needed; } ||
+install=("$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site")
+if { [ ${#needed[@]} -gt 0 ] && ! "${install[@]}" "${needed[@]}"; } ||
     ! "$PYTHON" -c 'import hydra, omegaconf, tiktoken, rustbpe, sympy, pytest'; then
     echo "error: packages are missing: first, with a network, bash bench/gpu_check.sh wheels"
     exit 1
@@ -100,8 +93,8 @@ fi
 
 copy_results() {
     [ "$copies" ] || return 0
-    for table in rope_kernel.csv rope_tiles.csv gpu_step.csv gpu_ceilings.csv matrix-h200.jsonl profile.txt; do
-        [ -e "$state/$table" ] && cp "$state/$table" "$copies"
+    for file in "$state"/*.csv "$state"/*.jsonl "$state/profile.txt"; do
+        [ -e "$file" ] && cp "$file" "$copies"
     done
     {
         cat "$state/summary"
@@ -113,7 +106,7 @@ copy_results() {
 }
 child=
 trap copy_results EXIT
-trap '[ "$child" ] && kill "$child"; exit 143' TERM INT
+trap '[ "$child" ] && kill "$child" && wait "$child"; exit 143' TERM INT
 
 report() { printf '%-14s %s\n' "$@" | tee -a "$state/summary"; }
 # step NAME SECONDS COMMAND...: run it within the time, unless it has succeeded before; its output goes to STATE/NAME.log
@@ -128,12 +121,12 @@ step() {
     wait $child # in the background, since bash handles SIGTERM only when a command in the foreground has ended
     local code=$? verdict=ok
     child=
-    [ $code = 0 ] && touch "$state/done/$name" || { failed=1 verdict="FAILED $code"; }
+    if [ $code = 0 ]; then touch "$state/done/$name"; else failed=1 verdict="FAILED $code"; fi
     report "$name" "$(printf '%-8s %s' "$verdict" "$(tail -n 1 "$state/$name.log")")"
     copy_results
 }
-train() { echo "$PYTHON" train.py cache="$cache" runs="$state/runs" "$@"; }
-evaluate() { echo "$PYTHON" eval.py cache="$cache" runs="$state/runs" "$@"; }
+folders=(cache="$cache" runs="$state/runs")
+train=("$PYTHON" train.py "${folders[@]}") evaluate=("$PYTHON" eval.py "${folders[@]}")
 # Forty documents that are long enough to evaluate at 131072 tokens: Python sources of torch, joined
 join_sources='
 import sys
@@ -154,13 +147,16 @@ for file in sorted(Path(torch.__file__).parent.rglob("*.py")):
             break
 print(documents, "documents")
 '
-device=cuda kernel=triton peers="" small="" long="ctx=8192" text="data.vocab_size=16384" size=1000000 tiles=()
+device=cuda kernel=triton peers="" small=() long=(ctx=8192) vocabulary=16384 size=1000000 tiles=()
+study=(h200) contexts=(32768 131072)
+mapfile -t tests < <(grep -rl --include='test_*.py' 'mark\.gpu' tests | sort -r) # the kernel's come first
 if [ "$toy" ]; then
-    device=cpu kernel=torch peers="ours, interleaved" long="ctx=128 documents=2" text="data.vocab_size=300" size=6000
-    small="exp=smoke steps=2 val_windows=2 device=cpu compile=false" tiles=(--warps 4 --heads 8)
-    test_files=tests/test_gpu.py selections=("one_step_of_ddp or synchronises")
+    device=cpu kernel=torch peers="ours, interleaved" long=(ctx=128 documents=2) vocabulary=300 size=6000
+    study=(smoke --only alibi-s0) contexts=(128)
+    small=(exp=smoke steps=2 val_windows=2 device=cpu compile=false) tiles=(--warps 4 --heads 8)
+    tests=(tests/test_gpu.py -k "one_step_of_ddp or synchronises")
 fi
-rope=("$PYTHON" -m bench.rope gpu --device $device --peer "$peers" --out "$state/rope_kernel.csv")
+rope=("$PYTHON" -m bench.rope gpu --device "$device" --peer "$peers" --out "$state/rope_kernel.csv")
 
 case $stage in
 a)
@@ -170,26 +166,20 @@ a)
         step "rope-$shape" 150 "${rope[@]}" --shapes $shape
         [ "$toy" ] && break
     done
-    # shellcheck disable=SC2046,SC2086
-    step training 120 $(train pos=rope name=check fresh=true kernel=$kernel ${small:-steps=500})
-    # shellcheck disable=SC2046,SC2086
-    step evaluation 120 $(evaluate run=check kernel=$kernel device=$device scaling=yarn $long)
+    step training 120 "${train[@]}" pos=rope name=check kernel=$kernel steps=500 "${small[@]}"
+    step evaluation 120 "${evaluate[@]}" run=check kernel=$kernel device=$device scaling=yarn "${long[@]}"
     step tiles 150 "$PYTHON" -m bench.rope sweep "${tiles[@]}" --out "$state/rope_tiles.csv"
-    for i in "${!selections[@]}"; do
-        # When this step is killed at its limit and run again, it goes on after the tests that have passed
-        # shellcheck disable=SC2086
-        step "tests-$i" 540 env PASSED_TESTS="$state/tests-$i.passed" "$PYTHON" -m pytest -v -n 0 -m gpu \
-            -p no:cacheprovider -p bench.passed_tests $test_files -k "${selections[i]}"
-    done
+    # Where this step was killed at its limit, its repetition continues after the tests that have passed
+    step tests 540 env PASSED_TESTS="$state/tests.passed" "$PYTHON" -m pytest -v -n 0 -m gpu \
+        -p no:cacheprovider -p bench.passed_tests "${tests[@]}"
     ;;
 b)
     step steps 300 "$PYTHON" -m bench.gpu_step --device $device --out "$state/gpu_step.csv" --profile "$state/profile.txt"
     step text 60 "$PYTHON" -c "$join_sources" "$state/text" $size
     for kernel in triton torch; do
         [ "$toy$kernel" = 1triton ] && continue
-        # shellcheck disable=SC2046,SC2086
-        step "gpt2-$kernel" 240 $(train exp=gpt2 data=text "data.files='$state/text/*.txt'" data.holdout=4 $text pos=rope \
-            name=gpt2-$kernel kernel=$kernel ${small:-steps=100 optim.warmup=20})
+        step "gpt2-$kernel" 240 "${train[@]}" exp=gpt2 data=text "data.files='$state/text/*.txt'" data.holdout=4 \
+            data.vocab_size=$vocabulary pos=rope name=gpt2-$kernel kernel=$kernel steps=100 optim.warmup=20 "${small[@]}"
     done
     ;;
 c)
@@ -197,14 +187,13 @@ c)
         step "rope-$shape" 130 "${rope[@]}" --shapes $shape
         [ "$toy" ] && break
     done
-    for ctx in $([ "$toy" ] && echo 128 || echo 32768 131072); do
-        # shellcheck disable=SC2046
-        step "eval-$ctx" 240 $(evaluate run=gpt2-$kernel scaling=yarn documents=2 device=$device ctx=$ctx)
+    for ctx in "${contexts[@]}"; do
+        step "eval-$ctx" 240 "${evaluate[@]}" run=gpt2-$kernel scaling=yarn documents=2 device=$device ctx="$ctx"
     done
     ;;
 d)
-    step study 540 "$PYTHON" -m studies.matrix $([ "$toy" ] && echo smoke --only alibi-s0 || echo h200) --jobs 4 \
-        --minutes 8.5 --cache "$cache" --runs "$state/runs-study" --out "$state/matrix-h200.jsonl"
+    step study 540 "$PYTHON" -m studies.matrix "${study[@]}" --jobs 4 --minutes 8.5 --cache "$cache" \
+        --runs "$state/runs-study" --out "$state/matrix-h200.jsonl"
     ;;
 esac
 exit $failed

@@ -3,8 +3,9 @@
 Our step of exp=gpt2 with the rotation by Triton and by torch, and nanoGPT's step (its model, re-implemented in
 bench/step.py, compiled as a whole, bfloat16 autocast, fused AdamW) with 12 and 32 rows of 1024 tokens. All with a
 vocabulary of 50304 and random tokens, in one process, medians of single steps. The rows are appended to a table as they
-come; --profile FILE writes the operations of five of our steps. --ceilings FILE measures instead a product of two large
-matrices and a copy, the ceilings of this GPU. On a CPU it rehearses at a toy size.
+come, but for those that it has of this machine and commit; --profile FILE writes the operations of five of our steps.
+--ceilings FILE measures instead a product of two large matrices and a copy, the ceilings of this GPU. On a CPU it
+rehearses at a toy size.
 """
 
 import argparse
@@ -116,19 +117,22 @@ def main() -> None:
     for rows in (2,) if toy else (12, 32):
         steps[f"nanoGPT, {rows} rows"] = functools.partial(nanogpt_step, cfg, vocab, rows, device)
     for i, (name, make) in enumerate(steps.items()):
+        profile_to = Path(args.profile) if i == 0 and args.profile else None
+        if table.has(what=name) and (not profile_to or profile_to.exists()):
+            continue
         torch.compiler.reset()  # what was compiled before would count against dynamo's limit of versions
         step, tokens, parameters = make()
         rate = tokens / seconds(step, device, 3 if toy else 20)
         mfu = rate * flops_per_token(parameters, cfg.model, cfg.ctx) / peak if peak else None
         memory = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None
-        table.append({"what": name, "tokens": tokens, "tokens_per_s": rate, "mfu": mfu, "peak_gb": memory})
-        print(f"{name:<24}{rate:>12,.0f} tokens/s   MFU {'n/a' if mfu is None else f'{mfu:.1%}'}", flush=True)
-        if i == 0 and args.profile:
+        if profile_to:  # before the row, with which this step is done
             with torch.profiler.profile() as profile:
                 for _ in range(5):
                     step()
             sort = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
-            Path(args.profile).write_text(profile.key_averages().table(sort_by=sort, row_limit=60))
+            profile_to.write_text(profile.key_averages().table(sort_by=sort, row_limit=60))
+        table.append({"what": name, "tokens": tokens, "tokens_per_s": rate, "mfu": mfu, "peak_gb": memory})
+        print(f"{name:<24}{rate:>12,.0f} tokens/s   MFU {'n/a' if mfu is None else f'{mfu:.1%}'}", flush=True)
         del step
         if device.type == "cuda":
             torch.cuda.empty_cache()

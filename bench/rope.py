@@ -6,9 +6,12 @@ gpu (the default; needs a CUDA GPU): microseconds, and speed relative to a devic
 buffers that outgrow the L2 cache (and over one buffer that stays in it); peak memory; errors. Medians, one process. The
 rows are appended to results/rope_kernel.csv as they come.
 sweep: the kernel with other tiles than its own.
+
+gpu and sweep leave out rows that their file has of this machine and commit, so that one that was killed can continue.
 """
 
 import argparse
+import functools
 import inspect
 import itertools
 import json
@@ -152,8 +155,14 @@ def measure_shape(shape: Shape, device: str, wanted: str, rows: Rows) -> None:
     inputs = Inputs(shape, device)
     copy_us = microseconds(copy_calls(inputs))
 
-    def measure(name: str, layout: str, direction: str, passes: float, calls: list, error=(None, None, None)) -> None:
+    unknown = (None, None, None)
+
+    def measure(name: str, layout: str, direction: str, passes: float, calls: list, error=lambda: unknown) -> None:
         """Time calls, which read and write q and k `passes` times, and append the row. A failure is a line instead."""
+        columns = {"shape": json.dumps(shape), "what": name, "layout": layout, "direction": direction}
+        if rows.has(**columns):
+            return
+        wrong, at_0, at_1m = error()
         try:
             us, warm = microseconds(calls), microseconds(calls[:1] * len(calls))
             peak = peak_megabytes(calls[0])
@@ -163,9 +172,8 @@ def measure_shape(shape: Shape, device: str, wanted: str, rows: Rows) -> None:
             return
         gb_s, of_copy = 2e-3 * inputs.bytes * passes / us, passes * copy_us / us
         rows.append({
-            "shape": json.dumps(shape), "what": name, "layout": layout, "direction": direction, "us": us, "gb_s": gb_s,
-            "of_copy": of_copy, "us_warm_l2": warm, "peak_mb": peak, "wrongly_rounded": error[0],
-            "error_at_0": error[1], "error_at_1m": error[2],
+            **columns, "us": us, "gb_s": gb_s, "of_copy": of_copy, "us_warm_l2": warm, "peak_mb": peak,
+            "wrongly_rounded": wrong, "error_at_0": at_0, "error_at_1m": at_1m,
         })  # fmt: skip
         print(f"{json.dumps(shape):<30}{name:<38}{layout:<14}{direction:<18}{us:>9.1f} us{gb_s:>8.0f} GB/s"
               f"{100 * of_copy:>7.1f} % of copy{warm:>9.1f} us warm{peak:>8.0f} MB", flush=True)  # fmt: skip
@@ -180,11 +188,15 @@ def measure_shape(shape: Shape, device: str, wanted: str, rows: Rows) -> None:
         if wanted not in peer or (D != R and not peer.startswith(("ours", "torch.compile(ours"))):
             continue
         start_compiler_anew()
-        try:
-            error = errors(peer, H, G, D, R, device)
-        except Exception as e:
-            print(f"{peer}: its errors could not be measured ({type(e).__name__})", flush=True)
-            error = (None, None, None)
+
+        @functools.cache
+        def error(peer: str = peer) -> tuple:
+            try:
+                return errors(peer, H, G, D, R, device)
+            except Exception as e:
+                print(f"{peer}: its errors could not be measured ({type(e).__name__})", flush=True)
+                return unknown
+
         for layout, pairs in inputs.layouts.items():
             for direction, passes in (("forward", 1), ("forward+backward", 2)):
                 measure(peer, layout, direction, passes, [step(rotate, q, k, direction) for q, k in pairs], error)
@@ -270,6 +282,9 @@ def sweep(shapes: str = "0", warps: str = "2,4,8", heads: str = "4,8,16", out: s
         for n_warps, n_heads, vectors in itertools.product(*choices, (1, 2)):
             tokens = rope_triton.tile(R // 2, 2, n_warps)["BLOCK_T"] * vectors
             block = {**own, "BLOCK_T": tokens, "HEADS": n_heads, "num_warps": n_warps}
+            columns = {"shape": json.dumps(shape), "warps": n_warps, "tokens": tokens, "heads": n_heads}
+            if rows.has(**columns):
+                continue
             with recorded_launches() as launches:
                 q, k = (torch.zeros(1, 1, N, D, dtype=torch.bfloat16) for N in (H, G))
                 launch(q, k, block)
@@ -280,9 +295,8 @@ def sweep(shapes: str = "0", warps: str = "2,4,8", heads: str = "4,8,16", out: s
                     [lambda q=q, k=k, b=block: launch(q, k, b) for q, k in inputs.layouts["packed views"]]
                 )
                 of_copy = microseconds(copy_calls(inputs)) / us
-            row = {"shape": json.dumps(shape), "warps": n_warps, "tokens": tokens, "heads": n_heads,
-                   "own": block == own, "registers": code["registers"], "instructions": code["instructions"],
-                   "us": us, "of_copy": of_copy}  # fmt: skip
+            row = {**columns, "own": block == own, "registers": code["registers"],
+                   "instructions": code["instructions"], "us": us, "of_copy": of_copy}  # fmt: skip
             rows.append(row)
             print(*(f"{key}={value}" for key, value in row.items()), flush=True)
     print(f"{rows.count} rows appended to {out}")

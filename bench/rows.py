@@ -36,6 +36,14 @@ class Rows:
         """path: a csv file, which may exist, with the same columns."""
         self.path, self.machine, self.count = path, machine(), 0
 
+    def has(self, **columns: object) -> bool:
+        """Whether the file has a row with these values, of this machine and commit."""
+        if not self.path.exists():
+            return False
+        wanted = {name: str(value) for name, value in {**self.machine, **columns}.items()}
+        with self.path.open(newline="") as file:
+            return any(wanted.items() <= row.items() for row in csv.DictReader(file))
+
     def append(self, row: dict) -> None:
         """Add a row, with the columns of the machine before its own. ValueError: the file has other columns."""
         row = {**self.machine, **row}

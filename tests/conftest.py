@@ -16,8 +16,6 @@ os.environ["MATPLOTLIBRC"] = str(Path(__file__).parent / "data" / "matplotlibrc"
 
 import pytest
 
-GPU_TESTS = pytest.StashKey[list[str]]()  # the names of all collected tests marked gpu, also of those that do not run
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Prepare a process that runs tests. The process that only starts the workers imports nothing large."""
@@ -39,7 +37,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Long tests come first, so that no worker ends with one.
     """
-    config.stash[GPU_TESTS] = [item.nodeid for item in items if item.get_closest_marker("gpu")]
     named = config.getoption("-m")
     markers = [next((m for m in ("gpu", "slow") if item.get_closest_marker(m)), None) for item in items]
     config.hook.pytest_deselected(items=[x for x, m in zip(items, markers, strict=True) if m and m not in named])
@@ -51,11 +48,6 @@ def pytest_collection_finish() -> None:
     """What the imports have made lives to the end: the garbage collector need not go through it again."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture
-def gpu_tests(pytestconfig) -> list[str]:
-    return pytestconfig.stash[GPU_TESTS]
 
 
 @pytest.fixture(scope="session")

@@ -131,6 +131,16 @@ def random_tokens(batch: int = 2, time: int = 24) -> torch.Tensor:
     return torch.randint(50, (batch, time), generator=torch.Generator().manual_seed(1))
 
 
+def compile_for(monkeypatch: pytest.MonkeyPatch, model: gpt.GPT, backend="inductor", fallback: bool = False) -> None:
+    """Compile a model as training does, until the end of the test. Without the fallback an error is raised."""
+    from engine import compile as compiling
+    from model import attention
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    monkeypatch.setattr(attention, "attend_blocks", attention.attend_blocks)  # which compile_blocks replaces
+    compiling.compile_blocks(model, fallback)
+
+
 # ---- text, and stand-ins for trained runs ----
 
 

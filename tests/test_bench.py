@@ -1,15 +1,17 @@
 """The benchmarks of training steps, and what their rows say about where they come from."""
 
+import csv
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from bench import encodings, nanogpt, step, step_parts
+from bench import encodings, gpu_step, nanogpt, rope, rows, step, step_parts
 from conf.errors import UserError
 from engine.code_version import commit
 
@@ -85,6 +87,66 @@ def test_a_row_names_the_commit_and_whether_the_code_differs_from_it(tmp_path):
     assert commit(tmp_path) == name
     (tmp_path / "code.py").write_text("2")
     assert commit(tmp_path) == name + "+"
+
+
+def cut(table: Path, rows: int) -> None:
+    """Leave the header and so many rows."""
+    table.write_text("".join(table.read_text().splitlines(keepends=True)[: 1 + rows]))
+
+
+def column(table: Path, name: str) -> list[str]:
+    with table.open() as file:
+        return [row[name] for row in csv.DictReader(file)]
+
+
+def test_a_table_of_the_rotary_op_gets_only_the_rows_that_it_lacks(tmp_path, monkeypatch, capsys):
+    """Nor are errors measured without need. Rows of another commit are others."""
+    table, measured, rotate = tmp_path / "rows.csv", [], lambda q, k: (q + 1, k + 1)
+    monkeypatch.setattr(rope, "peers", lambda *args: {"a": rotate, "b": rotate})
+    monkeypatch.setattr(rope, "errors", lambda name, *rest: measured.append(name) or (0.0, 0.0, 0.0))
+
+    def call() -> str:
+        measured.clear()
+        rope.gpu(device="cpu", out=str(table))
+        return capsys.readouterr().out.splitlines()[-1]
+
+    assert call() == f"15 rows appended to {table}" and measured == ["a", "b"]
+    assert call() == f"0 rows appended to {table}" and measured == []
+    whole = column(table, "what")
+    cut(table, 8)  # in the midst of b
+    assert call() == f"7 rows appended to {table}" and measured == ["b"]
+    assert column(table, "what") == whole == ["device copy", *6 * "a", *6 * "b", *2 * ["ours, rope_packed"]]
+    monkeypatch.setattr(rows, "commit", lambda: "another")
+    assert call() == f"15 rows appended to {table}"
+
+
+def test_a_table_of_training_steps_gets_only_the_rows_that_it_lacks(tmp_path, monkeypatch):
+    """The first row comes after the profile, and again if the profile is not there."""
+    table, profile = tmp_path / "rows.csv", tmp_path / "profile.txt"
+    monkeypatch.setattr(gpu_step, "our_step", lambda *args: (lambda: torch.ones(2) + 1, 64, 1000))
+    monkeypatch.setattr(gpu_step, "nanogpt_step", gpu_step.our_step)
+    monkeypatch.setattr(sys, "argv", ["gpu_step", "--device", "cpu", "--out", str(table), "--profile", str(profile)])
+    names = ["ours, kernel=torch", "nanoGPT, 2 rows"]
+    for kept in (None, 2, 1):
+        if kept:
+            cut(table, kept)
+        gpu_step.main()
+        assert column(table, "what") == names and "aten::add" in profile.read_text()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        table.unlink()
+        profile.unlink()
+        patch.setattr(gpu_step.torch.profiler, "profile", interrupted)
+        gpu_step.main()
+    assert not table.exists()
+    gpu_step.main()
+    assert column(table, "what") == names and profile.exists()
+    profile.unlink()  # as after a first call without --profile
+    gpu_step.main()
+    assert column(table, "what") == [*names, names[0]] and profile.exists()
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
 
 
 def test_parts_of_a_step_whose_compilation_failed_are_no_row(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from engine import checkpoint, compile as compiling
+from engine import checkpoint
 from engine.device import store_in_bfloat16
 from model import attention, gpt
 from model.attention import Heads
@@ -23,6 +23,7 @@ from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
 from tests.helpers import (
     SMALL,
     choices,
+    compile_for,
     encoding_of,
     import_or_skip,
     model_of,
@@ -52,7 +53,6 @@ def model_with(pos: str, *overrides: str) -> gpt.GPT:
 @pytest.mark.parametrize("pos", choices("pos"))
 def test_compiled_gradients_are_as_close_to_float64_as_plain_ones(pos, monkeypatch):
     """Inductor returned NaN for a backward pass through T5's bias once (results/log.md, 2026-11-21)."""
-    monkeypatch.setattr(attention, "attend_blocks", attention.attend_blocks)  # compile_blocks replaces it
     model, tokens = model_with(pos, "ctx=128", "batch_tokens=128").train(), random_tokens(2, 129)
 
     def gradients() -> tuple[torch.Tensor, ...]:
@@ -62,10 +62,9 @@ def test_compiled_gradients_are_as_close_to_float64_as_plain_ones(pos, monkeypat
     exact = gradients()
     model.float()
     plain = gradients()
-    compiling.compile_blocks(model)
+    compile_for(monkeypatch, model)
     for a, b, c in zip(exact, plain, gradients(), strict=True):
         assert (c - a).abs().max() <= 3 * (b - a).abs().max() + 1e-4 * a.abs().max()  # CoPE's gates are not continuous
-    assert not compiling.failed
 
 
 # ---- the reference: one layer's attention, pair by pair ----

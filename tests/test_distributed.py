@@ -1,6 +1,5 @@
 """torchrun with 2 gloo processes on the CPU: the same run as with one, stopped, killed, resumed at another number."""
 
-import functools
 import json
 import os
 import re
@@ -18,11 +17,11 @@ from torch._dynamo.utils import counters
 
 import train
 from conf.errors import UserError
-from engine import checkpoint, compile as compiling, ddp_fsdp, distributed
+from engine import checkpoint, ddp_fsdp, distributed
 from engine.ddp_fsdp import ANOTHER_RANK_DIED, ManyProcesses
 from engine.recompute import recompute_blocks
-from model import attention, gpt
-from tests.helpers import ROOT, SMALL, run_eval, run_train, train_settings
+from model import gpt
+from tests.helpers import ROOT, SMALL, compile_for, run_eval, run_train, train_settings
 
 STEPS = 120
 SETTINGS = ("exp=smoke", f"steps={STEPS}", "dtype=float32", "save_every=10", "val_every=40", "log_every=1")
@@ -367,11 +366,9 @@ def test_recomputed_blocks_can_be_compiled(recompute, monkeypatch):
     x = torch.randint(50, (2, 33), generator=torch.Generator().manual_seed(0))
     model = gpt.build(train_settings("pos=rope", *SMALL), 50)
     want = torch.autograd.grad(model.losses(x[:, :-1], x[:, 1:]).mean(), list(model.parameters()))
-    monkeypatch.setattr(compiling.torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(attention, "attend_blocks", attention.attend_blocks)
     if recompute:
         recompute_blocks(model)
-    compiling.compile_blocks(model, fallback=False)
+    compile_for(monkeypatch, model, "aot_eager")
     counters.clear()
     got = torch.autograd.grad(model.losses(x[:, :-1], x[:, 1:]).mean(), list(model.parameters()))
     assert counters["stats"]["unique_graphs"] == 2  # of a block and the loss
