@@ -175,7 +175,7 @@ def test_only_linear_layers_of_blocks_are_gathered_in_bfloat16(one_rank):
     model, tokens, gathered = gpt.build(cfg, 64), torch.arange(48).view(2, 24), {}
     ddp_fsdp.shard_model(model, torch.device("cpu"), cfg)
     block = model.blocks[0]  # while its MLP is computed, the parameters are gathered
-    block.mlp.register_forward_pre_hook(lambda *args: gathered.update((k, p.dtype) for k, p in block.named_parameters()))
+    block.mlp.register_forward_pre_hook(lambda *_: gathered.update((k, p.dtype) for k, p in block.named_parameters()))
     for row, more in zip(tokens, (True, False), strict=True):
         with one_rank.no_sync(model.losses, more), torch.autocast("cpu", torch.bfloat16):
             model.losses(row[None, :-1], row[None, 1:]).mean().backward()
