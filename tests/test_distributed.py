@@ -373,8 +373,9 @@ def test_recomputed_blocks_give_the_same_gradients_with_less_memory(settings):
     assert kept[1] < kept[0] / 3
 
 
-def test_the_code_that_is_compiled_is_inside_of_the_checkpoint(monkeypatch):
-    """What runs compiled: each block, the loss, and each block again in the backward pass."""
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_code_that_is_compiled_is_inside_of_the_checkpoint(recompute, monkeypatch):
+    """What runs compiled: each block, the loss, and with recompute=true each block again in the backward pass."""
     from engine.compile import compile_blocks
     from model import attention
 
@@ -383,11 +384,12 @@ def test_the_code_that_is_compiled_is_inside_of_the_checkpoint(monkeypatch):
     monkeypatch.setattr(attention, "attend_blocks", attention.attend_blocks)
     model = gpt.build(train_settings("pos=rope", *SMALL), 50)
     blocks, loss = [block.forward for block in model.blocks], model._block_losses
-    recompute_blocks(model)
+    if recompute:
+        recompute_blocks(model)
     compile_blocks(model)
     tokens = torch.arange(24)[None]
     model.losses(tokens[:, :-1], tokens[:, 1:]).mean().backward()
-    assert ran == [*blocks, loss, *reversed(blocks)]
+    assert ran == [*blocks, loss, *(reversed(blocks) if recompute else ())]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
