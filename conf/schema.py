@@ -94,7 +94,7 @@ class ModelConfig:
     mlp_width: Annotated[int | None, SIZE] = None  # None: mlp_ratio * width, and 2/3 of it with a gate
     tied_head: bool = True
     norm: Annotated[str, one_of("rms", "layer")] = "rms"  # layer: LayerNorm
-    norm_bias: bool = True  # of LayerNorm; false: Cohere 2 and MPT
+    norm_bias: bool = True  # whether LayerNorm has biases; false for Cohere 2 and MPT
     norm_eps: Annotated[float, above(0)] = 1e-6
     qk_norm: bool = False  # divide each head of q and k by its root mean square
     qk_norm_weight: bool = False  # and multiply by a weight for each of its dimensions, as Qwen3

@@ -1,6 +1,5 @@
 """What torch.compile compiles in training. Imported only where something is."""
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,8 @@ def compile_blocks(model: GPT, fallback: bool = True) -> None:
     """Compile one block, whose code all blocks share, and the loss; in place, so that state dicts keep their names.
 
     Not the whole model: that is no faster here and takes longer to compile. fallback: what cannot be compiled runs
-    uncompiled, which is said one time by name. Without it the error is raised: a benchmark must not measure that.
+    uncompiled, which each process says one time by name. Without it the error is raised: a benchmark must not measure
+    that.
     """
     failed: set[str] = set()  # what could not be compiled
 
@@ -35,12 +35,14 @@ def compile_blocks(model: GPT, fallback: bool = True) -> None:
     torch.compiler.reset()  # what an earlier job of a sweep compiled counts against dynamo's limit of recompilations
     # Compiled on a CPU, T5's bias at ctx=1024 trains to NaN. (A decorator would import triton in every process.)
     attention.attend_blocks = torch.compiler.disable(attention.attend_blocks)
+    recomputed = any("forward" in vars(block) for block in model.blocks)
     for block in model.blocks:
-        # recompute=true has put a call of checkpoint around forward. Dynamo skips what that calls, so compile within it
-        outer = vars(block).pop("forward", None)
-        recomputed = isinstance(outer, functools.partial)
-        forward = compiled("a block", block.forward)
-        block.forward = functools.partial(outer.func, forward, **outer.keywords) if recomputed else forward
+        vars(block).pop("forward", None)
+        block.forward = compiled("a block", block.forward)
+    if recomputed:  # around the compiled code, because dynamo skips what checkpoint calls
+        from engine.recompute import recompute_blocks
+
+        recompute_blocks(model)
     model._block_losses = compiled("the loss", model._block_losses)
 
 
@@ -53,9 +55,8 @@ def or_plain(name: str, compiled: Callable, plain: Callable, failed: set[str]) -
                 return compiled(*args, **kwargs)
         except TorchDynamoException as e:
             failed.add(name)
-            reason = " ".join(str(e).split("\n\n")[0].split())
-            if rank() == 0:
-                print(f"warning: torch.compile of {name} failed, it continues uncompiled: {reason}", file=sys.stderr)
+            reason, where = " ".join(str(e).split("\n\n")[0].split()), f"rank {rank()}: " if rank() else ""
+            print(f"warning: {where}torch.compile of {name} failed, it continues uncompiled: {reason}", file=sys.stderr)
         return plain(*args, **kwargs)
 
     return call

@@ -201,16 +201,20 @@ def shard_model(model: GPT, device: torch.device, cfg: TrainConfig) -> None:
     weights = model.state_dict() if rank() == 0 else {}
     model.to("meta")
     tie()
-    mesh, plain, low = init_device_mesh(device.type, (world(),)), MixedPrecisionPolicy(), MixedPrecisionPolicy()
+    mesh, low = init_device_mesh(device.type, (world(),)), MixedPrecisionPolicy()
     if uses_bfloat16(device, cfg.dtype):
         low = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    cast = set(linear_layers(model))
-    wide = nn.ModuleList(m for m in model.blocks.modules() if m not in cast and list(m.parameters(recurse=False)))
+    in_bfloat16 = set(linear_layers(model))
+    in_float32 = nn.ModuleList(
+        m for m in model.blocks.modules() if m not in in_bfloat16 and list(m.parameters(recurse=False))
+    )
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=low, ignored_params=set(wide.parameters()))
-    model.wide = wide  # the model's own parameters, gathered once with the embeddings, are those not found in a block
-    fully_shard(model, mesh=mesh, mp_policy=plain)
-    del model.wide
+        fully_shard(block, mesh=mesh, mp_policy=low, ignored_params=set(in_float32.parameters()))
+    # fully_shard(model) does not look into sharded blocks, so it finds their float32 parameters only under another
+    # name. It gathers them once, together with the embeddings.
+    model.in_float32 = in_float32
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    del model.in_float32
     model.to_empty(device=device)
     tie()
     set_model_state_dict(

@@ -12,6 +12,7 @@ from torch import nn
 import kernels
 from conf.errors import UserError, check
 from engine import distributed
+from model.gpt import of_encoding
 
 # Below this many FLOPs of training a cold compile (about half a minute on two cores) costs more than it gains.
 COMPILE_GAINS_FROM = 4e13
@@ -102,9 +103,9 @@ def tokens_per_pass(device: torch.device, model: nn.Module) -> int:
 
 
 def linear_layers(model: nn.Module) -> Iterator[nn.Linear]:
-    """The layers whose weights autocast casts. Not those of an encoding, which computes in float32."""
+    """The linear layers whose weights autocast casts: all but those of the encoding, which computes in float32."""
     for name, m in model.named_modules():
-        if isinstance(m, nn.Linear) and not name.startswith("pos.") and ".content." not in name:
+        if isinstance(m, nn.Linear) and not of_encoding(name):
             yield m
 
 

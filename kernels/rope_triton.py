@@ -116,8 +116,8 @@ def _rope_kernel(
     inside = t[:, None] < tl.where(h < N, T, 0)
     x1, x2, rest = _load_head(x_row, inside, D, P, BLOCK_P, BLOCK_TAIL, BLOCK_T, INTERLEAVED)
 
-    # Whether the angles are computed while the first head is being read is the choice of ptxas, which orders loads
-    # anew: docs/kernel.md has the variants in which they are
+    # ptxas reorders loads, so it decides whether the angles are computed while the first head is being read;
+    # docs/kernel.md lists the variants where they are.
     pair = tl.arange(0, BLOCK_P)
     phase = tl.load(phase_ptr + pair, mask=pair < P, other=0)
     if HAS_POSITIONS:

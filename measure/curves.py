@@ -189,8 +189,7 @@ def align(curves: Iterable[Curve]) -> list[Curve]:
 def _aligned(row: Row, reference: Row | None) -> Row:
     if not reference or not {*row.windows} < {*reference.windows} or row.hits:
         return row
-    difference = row.document_losses(row.windows) - reference.document_losses(row.windows)
-    loss = reference.loss + float(difference.mean())
+    loss = reference.loss + float(per_document_difference(row, reference).mean())
     low, high = (x + loss - row.loss for x in (row.low, row.high))
     bits_per_byte = loss * reference.tokens / math.log(2) / reference.bytes
     return replace(row, loss=loss, low=low, high=high, ppl=math.exp(min(loss, 700)), bits_per_byte=bits_per_byte)
@@ -202,22 +201,35 @@ def controls(curves: Iterable[Curve]) -> dict[str, dict[int, Row]]:
     The two controls give the model as many tokens as it was trained on: `window` limits the attention of each query,
     truncation the text. Truncation is no scaling at the longest trained length, on the same targets.
     """
-    by_label = {(c.run, c.label): c.by_length() for c in curves}
-    result: dict[str, dict[int, Row]] = {}
-    for run, label in by_label:
-        if label == "window":
-            none = by_label.get((run, "none"), {})
-            result[run] = {n: better_control(row, none) for n, row in by_label[run, label].items()}
-    return result
+    curves = list(curves)
+    nones = {c.run: c.by_length() for c in curves if c.label == "none"}
+    windows = [c for c in curves if c.label == "window"]
+    return {c.run: {row.n: better_control(row, nones.get(c.run, {})) for row in c.overall} for c in windows}
 
 
 def better_control(window: Row, none: dict[int, Row]) -> Row:
     """The window control's row, or that of truncation if its loss on the common targets is lower. none: n -> row"""
-    truncated = none.get(window.extended_ctx)
-    if truncated is None or window.hits or truncated.targets_per_window != window.targets_per_window:
-        return window
-    common = sorted({*window.windows} & {*truncated.windows})
-    if not common or window.n <= truncated.n:
-        return window
-    losses = {row.n: row.document_losses(common).mean() for row in (window, truncated)}
-    return truncated if losses[truncated.n] < losses[window.n] else window
+    return better_controls([window], {window.run: none})[0]
+
+
+def better_controls(windows: list[Row], nones: dict[str, dict[int, Row]]) -> list[Row]:
+    """The better control of several seeds at one length: the same control for all, by the mean of their losses.
+
+    windows: the window control's row of each seed. nones: run -> n -> its row without scaling.
+    """
+    pairs = [(w, t) for w in windows if (t := nones.get(w.run, {}).get(w.extended_ctx)) and comparable(w, t)]
+    if len(pairs) == len(windows) and np.mean([per_document_difference(w, t).mean() for w, t in pairs]) > 0:
+        return [t for _, t in pairs]
+    return windows
+
+
+def comparable(window: Row, truncated: Row) -> bool:
+    """Whether truncation is a control of this window: it has the same targets, and fewer tokens."""
+    same = window.targets_per_window == truncated.targets_per_window and {*window.windows} & {*truncated.windows}
+    return bool(same) and not window.hits and window.n > truncated.n
+
+
+def per_document_difference(a: Row, b: Row) -> np.ndarray:
+    """Loss a - loss b of each document, nats per token [documents], on the windows that both rows have."""
+    common = sorted({*a.windows} & {*b.windows})
+    return a.document_losses(common) - b.document_losses(common)

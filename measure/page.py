@@ -17,9 +17,9 @@ import numpy as np
 
 from conf.errors import UserError
 from engine.checkpoint import write_atomically
-from measure.curves import Curve, Row
+from measure.curves import Curve, Row, better_controls, per_document_difference
 from measure.mixed_effects import estimate
-from measure.statistics import bootstrap, difference, gain
+from measure.statistics import bootstrap, gain
 
 QUANTITIES = {  # key -> name
     "perplexity": "perplexity",
@@ -123,32 +123,14 @@ def points(curves: list[Curve], windows: list[Curve], nones: list[Curve]) -> lis
     """
     by_length = [curve.by_length() for curve in curves]
     control = {curve.run: curve.by_length() for curve in windows}
-    truncated = {curve.run: curve.by_length() for curve in nones}
+    none = {curve.run: curve.by_length() for curve in nones}
     found = []
     for n in sorted(set.union(*(set(rows) for rows in by_length))):
         rows = [rows[n] for rows in by_length if n in rows]
         window = [control.get(row.run, {}).get(n) for row in rows]
-        bar = better_controls([w for w in window if w], truncated) if all(window) else []
+        bar = better_controls([w for w in window if w], none) if all(window) else []
         found.append({"n": n, "seeds": [row.seed for row in rows], **quantities(rows, bar)})
     return found
-
-
-def better_controls(windows: list[Row], truncated: dict[str, dict[int, Row]]) -> list[Row]:
-    """The better control of several seeds at one length: the same control for all, by the mean of their losses.
-
-    windows: the window control's row of each seed. truncated: run -> n -> its row without scaling.
-    """
-    short = [truncated.get(row.run, {}).get(row.extended_ctx) for row in windows]
-    pairs = [(w, t) for w, t in zip(windows, short, strict=True) if t and comparable(w, t)]
-    if len(pairs) < len(windows) or np.mean([difference(w, t)[0] for w, t in pairs]) <= 0:
-        return windows
-    return [t for _, t in pairs]
-
-
-def comparable(window: Row, truncated: Row) -> bool:
-    """Whether truncation is a control of this window: it has the same targets, and fewer tokens."""
-    same = window.targets_per_window == truncated.targets_per_window and {*window.windows} & {*truncated.windows}
-    return bool(same) and not window.hits and window.n > truncated.n
 
 
 def quantities(rows: list[Row], bar: list[Row]) -> dict[str, Any]:
@@ -183,10 +165,7 @@ def gains(rows: list[Row], bar: list[Row]) -> tuple[list[float], float, float, f
     if len(rows) == 1:
         mean, low, high = gain(rows[0], bar[0])
         return [mean], mean, low, high
-    pairs = [
-        (row, control, sorted({*row.windows} & {*control.windows})) for row, control in zip(rows, bar, strict=True)
-    ]
-    delta = np.stack([control.document_losses(w) - row.document_losses(w) for row, control, w in pairs])
+    delta = np.stack([per_document_difference(control, row) for row, control in zip(rows, bar, strict=True)])
     result = estimate(delta)  # [seeds, documents]
     return delta.mean(axis=1).tolist(), result.mean, *result.interval
 

@@ -5,7 +5,7 @@ Intervals over several seeds are in measure/mixed_effects.py.
 
 import numpy as np
 
-from measure.curves import Row
+from measure.curves import Row, per_document_difference
 
 
 def bootstrap(per_document: np.ndarray, draws: int = 4000) -> tuple[float, float]:
@@ -22,8 +22,7 @@ def bootstrap(per_document: np.ndarray, draws: int = 4000) -> tuple[float, float
 
 def difference(a: Row, b: Row) -> tuple[float, float, float]:
     """(mean, low, high) of loss a - loss b in nats per token, on the windows that both rows have."""
-    common = sorted({*a.windows} & {*b.windows})
-    delta = a.document_losses(common) - b.document_losses(common)
+    delta = per_document_difference(a, b)
     return float(delta.mean()), *bootstrap(delta)
 
 

@@ -120,6 +120,11 @@ def make_block(cfg: ModelConfig, linear: bool, content: nn.Module | None) -> nn.
     return other_blocks.build(cfg, linear, content)
 
 
+def of_encoding(name: str) -> bool:
+    """Whether a module or parameter belongs to the positional encoding, also to its part in a layer."""
+    return name.startswith("pos.") or ".content." in name
+
+
 class GPT(nn.Module):
     """A decoder-only transformer: embeddings, blocks, a final norm and an output head.
 
@@ -137,7 +142,7 @@ class GPT(nn.Module):
         if cfg.tied_head:
             self.head.weight = self.tokens.weight
         for name, p in self.named_parameters():
-            if name.startswith("pos.") or ".content." in name:  # an encoding initialises its own parameters
+            if of_encoding(name):  # it initialises its own parameters
                 continue
             if p.dim() == 2:
                 # Standard deviation 1 / sqrt(fan in), not GPT-2's 0.02: with 0.02 and these widths, attention is almost

@@ -23,7 +23,7 @@ from engine.checkpoint import write_atomically
 from engine.code_version import commit
 from hf.open import open_checkpoint
 from hf.read import read_settings
-from measure.curves import Curve, Row, better_control, read_curve, write_jsonl
+from measure.curves import Curve, Row, better_control, per_document_difference, read_curve, write_jsonl
 from measure.mixed_effects import Estimate, estimate
 from studies.processes import Stopped, run_script
 from studies.rows import BAR, Rows, losses, minus, per_document, read_rows, trained_ctx
@@ -96,8 +96,7 @@ def antecedents(args: argparse.Namespace, corpus: str) -> dict[str, list[dict[st
 
 def document_gain(row: Row, bar: Row) -> np.ndarray:
     """The bar's loss minus the row's of each document, nats per token [1, documents]."""
-    common = sorted({*row.windows} & {*bar.windows})
-    return (bar.document_losses(common) - row.document_losses(common))[None]
+    return per_document_difference(bar, row)[None]
 
 
 def real_gains(curves: dict[str, Curve]) -> dict[tuple[str, float], np.ndarray]:

@@ -41,7 +41,7 @@ def model_with(pos: str, *overrides: str) -> gpt.GPT:
     model = model_of(pos, *overrides)
     torch.manual_seed(3)
     for name, p in model.named_parameters():
-        if ".content." in name or name.startswith("pos."):
+        if gpt.of_encoding(name):
             torch.nn.init.uniform_(p, -1, 1)
     return model
 
@@ -358,8 +358,8 @@ def test_all_parameters_learn_and_are_restored(pos):
     model = gpt.build(cfg, 50)
     model.losses(random_tokens(2, 33)[:, :-1], random_tokens(2, 33)[:, 1:]).mean().backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
-    names = [name for name, _ in model.named_parameters() if ".content." in name or name.startswith("pos.")]
-    assert names and model.n_parameters() > gpt.build(train_settings("pos=none", *SMALL), 50).n_parameters()
+    assert any(gpt.of_encoding(name) for name, _ in model.named_parameters())
+    assert model.n_parameters() > gpt.build(train_settings("pos=none", *SMALL), 50).n_parameters()
     restored = gpt.from_weights(cfg, 50, model.state_dict())
     with torch.no_grad():
         assert torch.equal(restored(random_tokens()), model(random_tokens()))
@@ -428,10 +428,12 @@ def test_weights_in_bfloat16_leave_the_encoding_in_float32(pos):
     model = model_of(pos).float().eval()
     want = {name: x.clone() for name, x in model.named_parameters()}
     store_in_bfloat16(model)
+    encoding = [model.pos, *(block.attention.content for block in model.blocks)]
+    own = {x for m in encoding if m is not None for x in m.parameters()}
     for name, x in model.named_parameters():
-        own = name.startswith("pos.") or ".content." in name
-        assert x.dtype == (torch.float32 if own or x.dim() < 2 or name == "tokens.weight" else torch.bfloat16), name
-        assert not own or torch.equal(x, want[name])
+        low = x not in own and x.dim() == 2 and name != "tokens.weight"
+        assert x.dtype == (torch.bfloat16 if low else torch.float32), name
+        assert low or torch.equal(x, want[name])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert model(torch.arange(20)[None]).isfinite().all()
 

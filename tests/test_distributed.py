@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -150,18 +151,38 @@ def test_a_survivor_prints_its_line_before_it_unwinds(rank, line, monkeypatch, c
         raise RuntimeError("a bug of ours")
 
 
-def test_collectives_are_given_up_sooner_while_a_run_trains(tmp_path):
-    """Before training a rank may wait for a large corpus; during training a collective returns within minutes."""
+@pytest.fixture
+def one_rank(tmp_path) -> Iterator[ManyProcesses]:
+    """Rank 0 of 1, in a process group of this process."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        group, ranks = dist.group.WORLD, object.__new__(ManyProcesses)
-        assert group is not None
-        backend = group._get_backend(torch.device("cpu"))
-        with ranks.exit_if_a_rank_dies(True):
-            assert backend.options._timeout == ddp_fsdp.TRAINING_TIMEOUT < ddp_fsdp.PREPARATION_TIMEOUT
-        assert backend.options._timeout == ddp_fsdp.PREPARATION_TIMEOUT
-    finally:
-        dist.destroy_process_group()
+    yield object.__new__(ManyProcesses)
+    dist.destroy_process_group()
+
+
+def test_collectives_are_given_up_sooner_while_a_run_trains(one_rank):
+    """Before training a rank may wait for a large corpus; during training a collective returns within minutes."""
+    assert dist.group.WORLD is not None
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    with one_rank.exit_if_a_rank_dies(True):
+        assert backend.options._timeout == ddp_fsdp.TRAINING_TIMEOUT < ddp_fsdp.PREPARATION_TIMEOUT
+    assert backend.options._timeout == ddp_fsdp.PREPARATION_TIMEOUT
+
+
+def test_only_linear_layers_of_blocks_are_gathered_in_bfloat16(one_rank):
+    """Norms and FoX's gates are gathered in float32. All gradients are summed in float32, here of two micro-batches."""
+    cfg = train_settings("exp=smoke", "dtype=bfloat16", "pos=fox", "model.qk_norm=true", "model.qk_norm_weight=true")
+    model, tokens, gathered = gpt.build(cfg, 64), torch.arange(48).view(2, 24), {}
+    ddp_fsdp.shard_model(model, torch.device("cpu"), cfg)
+    block = model.blocks[0]  # while its MLP is computed, the parameters are gathered
+    block.mlp.register_forward_pre_hook(lambda *_: gathered.update((k, p.dtype) for k, p in block.named_parameters()))
+    for row, more in zip(tokens, (True, False), strict=True):
+        with one_rank.no_sync(model.losses, more), torch.autocast("cpu", torch.bfloat16):
+            model.losses(row[None, :-1], row[None, 1:]).mean().backward()
+    low = {"attention.qkv.weight", "attention.out.weight", "mlp.up.weight", "mlp.down.weight"}
+    assert len(gathered) > 8 and {k for k, dtype in gathered.items() if dtype == torch.bfloat16} == low
+    for p in model.parameters():
+        gradient = one_rank.full_tensor(p.grad)
+        assert p.dtype == gradient.dtype == torch.float32 and (gradient != gradient.bfloat16()).any()
 
 
 @pytest.mark.process
@@ -273,8 +294,7 @@ from data.batches import batch
 from engine import ddp_fsdp, distributed
 from model import gpt
 ranks = distributed.join(torch.device("cpu"))
-cfg = train_settings("exp=smoke", "dtype=bfloat16", "shard=true", "pos=fox", "model.qk_norm=true",
-                     "model.qk_norm_weight=true")
+cfg = train_settings("exp=smoke", "dtype=bfloat16", "shard=true", "pos=fox")
 with torch.device("meta" if distributed.rank() else "cpu"):
     model = gpt.build(cfg, 64)
 whole = {k: v.clone() for k, v in model.state_dict().items()}
@@ -291,14 +311,6 @@ for more in (True, True, False):
     with ranks.no_sync(losses, more), torch.autocast("cpu", torch.bfloat16):
         losses(tokens[:, :-1], tokens[:, 1:]).mean().backward()
     exchanged.append(int(model.blocks[0].mlp.up.weight.grad is not None))  # the sharded sum of all ranks
-gathered = {}
-block, mlp = model.blocks[0], model.blocks[0].mlp  # while its MLP is computed, the block's parameters are gathered
-mlp.register_forward_pre_hook(lambda *args: gathered.update((k, p.dtype) for k, p in block.named_parameters()))
-with torch.autocast("cpu", torch.bfloat16):
-    losses(tokens[:, :-1], tokens[:, 1:])
-low = {"attention.qkv.weight", "attention.out.weight", "mlp.up.weight", "mlp.down.weight"}
-assert len(gathered) > 8 and {k for k, dtype in gathered.items() if dtype == torch.bfloat16} == low, gathered
-assert mlp.up.weight.grad.dtype == torch.float32 and {p.dtype for p in model.parameters()} == {torch.float32}
 began, failed = time.monotonic(), False
 try:
     with ddp_fsdp.collective_timeout(timedelta(seconds=2)):
@@ -317,7 +329,7 @@ os._exit(0)
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_sharding_gathers_bfloat16_exchanges_gradients_once_a_step_and_gives_up_in_time(here):
+def test_sharding_exchanges_gradients_once_a_step_and_gives_up_in_time(here):
     """Rank 1 builds no weights; the embeddings stay tied; a collective that another rank does not join fails."""
     Path("worker.py").write_text(WORKER)
     code, out, err = finish(torchrun(2, str(here / "worker.py")))
@@ -358,6 +370,25 @@ def test_recomputed_blocks_give_the_same_gradients_with_less_memory(settings):
         assert list(model.state_dict()) == names
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert kept[1] < kept[0] / 3
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_code_that_is_compiled_is_inside_of_the_checkpoint(recompute, monkeypatch):
+    """What runs compiled: each block, the loss, and with recompute=true each block again in the backward pass."""
+    from engine.compile import compile_blocks
+    from model import attention
+
+    ran = []
+    monkeypatch.setattr(torch, "compile", lambda plain, **_: lambda *args: ran.append(plain) or plain(*args))
+    monkeypatch.setattr(attention, "attend_blocks", attention.attend_blocks)
+    model = gpt.build(train_settings("pos=rope", *SMALL), 50)
+    blocks, loss = [block.forward for block in model.blocks], model._block_losses
+    if recompute:
+        recompute_blocks(model)
+    compile_blocks(model)
+    tokens = torch.arange(24)[None]
+    model.losses(tokens[:, :-1], tokens[:, 1:]).mean().backward()
+    assert ran == [*blocks, loss, *(reversed(blocks) if recompute else ())]
 
 
 @pytest.mark.parametrize("recompute", [False, True])

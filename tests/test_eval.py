@@ -30,7 +30,7 @@ from measure import curves, evaluation, tasks
 from measure.comparison import select_shared
 from measure.curves import Curve, Row, better_control, controls, losses_file, read_curve
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
-from measure.losses import verdict
+from measure.losses import print_curves, verdict
 from measure.positions import position_rows
 from measure.statistics import bootstrap, difference, gain
 from measure.tasks import Piece, Task
@@ -44,6 +44,7 @@ from tests.helpers import (
     ROOT,
     StubModel,
     any_task_corpus,
+    curve_of,
     error_of,
     eval_settings,
     held_out,
@@ -388,8 +389,18 @@ def test_the_better_control_is_the_one_with_the_lower_loss_on_common_windows():
     assert better_control(window, {64: more_targets}) is window
     inside = row([30.0, 30.0], (7,), n=64, window=None, extended_ctx=64, label="window")
     assert better_control(inside, {64: truncated}) is inside  # there the two are the same
+    diverged = dataclasses.replace(window, nll=[math.nan, math.nan])
+    assert better_control(diverged, {64: truncated}) is diverged
     with_answer = dataclasses.replace(window, hits=[1.0, 0.0])
     assert better_control(with_answer, {64: truncated}) is with_answer
+
+
+def test_the_table_says_how_many_tokens_truncation_gives(capsys):
+    """As many as the model was trained on, although the windows of its layers are shorter."""
+    none, window = (curve_of("rope", label, {64: 3.0, 128: 3.5}) for label in ("none", "window"))
+    layers = [Curve([dataclasses.replace(row, window=16) for row in curve.rows]) for curve in (none, window)]
+    print_curves(matched(), *layers)
+    assert "\nt: the better control is truncation: only the last 64 tokens are given\n" in capsys.readouterr().out
 
 
 CORPUS = held_out([(np.arange(700) + shift) % 97 for shift in range(3)])

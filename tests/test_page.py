@@ -16,7 +16,7 @@ import pytest
 import compare
 from conf.errors import UserError
 from measure import page, plots
-from measure.curves import Curve, controls, write_jsonl
+from measure.curves import Curve, better_controls, controls, write_jsonl
 from measure.statistics import gain
 from studies import page as study, tables
 from studies.rows import mean_losses, read_rows
@@ -108,11 +108,13 @@ def test_the_control_of_several_seeds_is_the_same_for_all():
     windows = [curve_of(f"rope-s{k}", "window", losses(w), seed=k) for k, w in ((0, 2.9), (1, 3.5))]
     nones = [curve_of(f"rope-s{k}", "none", losses(4.0), seed=k) for k in (0, 1)]
     rows, truncated = [c.by_length()[128] for c in windows], {c.run: c.by_length() for c in nones}
-    assert [row.n for row in page.better_controls(rows, truncated)] == [64, 64]
+    assert [row.n for row in better_controls(rows, truncated)] == [64, 64]
     in_windows = [dataclasses.replace(row, window=16) for row in rows]  # all layers have one: truncation is still to L
-    assert [row.n for row in page.better_controls(in_windows, truncated)] == [64, 64]
-    assert page.better_controls(rows[:1], truncated) == rows[:1]
-    assert page.better_controls(rows, {}) == rows
+    assert [row.n for row in better_controls(in_windows, truncated)] == [64, 64]
+    assert better_controls(rows[:1], truncated) == rows[:1]
+    assert better_controls(rows, {}) == rows
+    missing = {run: by_length for run, by_length in truncated.items() if run != "rope-s0"}
+    assert better_controls(rows, missing) == rows  # a control that one seed lacks is none of all
 
 
 def test_names_of_runs_without_their_seed():
