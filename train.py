@@ -85,9 +85,16 @@ def train(cfg: TrainConfig) -> None:
         corpus = corpora.prepare(cfg.data, cfg.cache, tokenizer)
     if any(s["corpus"] not in (None, corpus.key) for s in (state, parent) if s):
         raise UserError(f"{folder}: the corpus has changed since this run began: choose name=NEW or fresh=true")
-    model, losses = build_model(cfg, corpus.vocab_size, parent and parent["model"], device)
+    model = build_model(cfg, corpus.vocab_size, parent and parent["model"], device)
+    losses = ranks.wrap_model(model, device, cfg)  # model.losses, on one device or several
     optimizer = make_optimizer(model, cfg.optim)
-    start, seconds = resume_or_start(cfg, folder, state, model, optimizer)
+    start, seconds = 0, 0.0
+    if state:
+        from engine.restore import restore
+
+        start, seconds = restore(folder, state, model, optimizer)
+    else:
+        ranks.on_rank0(lambda: checkpoint.start(folder, cfg))
     state = parent = None  # free their tensors
 
     # ---- derived from the settings ----
@@ -188,13 +195,8 @@ def check_settings(cfg: TrainConfig) -> None:
         check(cfg.longest <= encoding.max_positions, "longest", cfg.longest, right)
 
 
-def build_model(
-    cfg: TrainConfig, vocab_size: int, weights: dict[str, Tensor] | None, device: torch.device
-) -> tuple[gpt.GPT, Callable[..., Tensor]]:
-    """The model on its device or devices, and its `losses` to train with.
-
-    weights: of the run of init=, or None for new ones.
-    """
+def build_model(cfg: TrainConfig, vocab_size: int, weights: dict[str, Tensor] | None, device: torch.device) -> gpt.GPT:
+    """The model to train, before it is moved to the device. weights: of the run of init=, or None for new ones."""
     if cfg.model.n_layers * cfg.model.width**2 > 2**23:  # about 100 million parameters
         from engine.memory import check_memory
 
@@ -209,23 +211,7 @@ def build_model(
         from engine.recompute import recompute_blocks
 
         recompute_blocks(model)
-    return model, distributed.ranks().wrap_model(model, device, cfg)
-
-
-def resume_or_start(
-    cfg: TrainConfig, folder: Path, state: dict[str, Any] | None, model: gpt.GPT, optimizer: torch.optim.Optimizer
-) -> tuple[int, float]:
-    """Load the last checkpoint `state` into model and optimizer; without one, write the folder of a new run.
-
-    Returns the number of steps that are done, and the seconds that they took.
-    """
-    if not state:
-        distributed.ranks().on_rank0(lambda: checkpoint.start(folder, cfg))
-        return 0, 0.0
-    from engine.restore import restore
-
-    restore(folder, state, model, optimizer)
-    return state["step"], state["seconds"]
+    return model
 
 
 def count_micro_batches(rows: int, cfg: TrainConfig) -> int:

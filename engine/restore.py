@@ -33,8 +33,13 @@ def last_state(cfg: TrainConfig, folder: Path) -> dict[str, Any] | None:
     return state
 
 
-def restore(folder: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load weights and optimizer state of a checkpoint from `saved_state` into model and optimizer, in place."""
+def restore(
+    folder: Path, state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[int, float]:
+    """Load weights and optimizer state of a checkpoint from `saved_state` into model and optimizer, in place.
+
+    Returns the number of steps that are done, and the seconds that they took.
+    """
     if "folder" in state:
         from engine import shards
 
@@ -48,3 +53,4 @@ def restore(folder: Path, state: dict[str, Any], model: nn.Module, optimizer: to
             for p, moments in ((p, optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]):
                 if not moments["exp_avg"].shape == moments["exp_avg_sq"].shape == p.shape or moments["step"].dim():
                     raise ValueError("the optimizer's state is of another model")
+    return state["step"], state["seconds"]
