@@ -224,9 +224,9 @@ def better_controls(windows: list[Row], nones: dict[str, dict[int, Row]]) -> lis
 
 
 def comparable(window: Row, truncated: Row) -> bool:
-    """Whether truncation is a control of this window: it has the same targets, and fewer tokens."""
-    same = window.targets_per_window == truncated.targets_per_window and {*window.windows} & {*truncated.windows}
-    return bool(same) and not window.hits and window.n > truncated.n
+    """Whether truncation is a control of this window: it has targets of the same texts, and fewer tokens."""
+    a, b = ((row.texts, row.targets_per_window) for row in (window, truncated))
+    return a == b and bool({*window.windows} & {*truncated.windows}) and not window.hits and window.n > truncated.n
 
 
 def per_document_difference(a: Row, b: Row) -> np.ndarray:

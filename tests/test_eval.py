@@ -387,6 +387,7 @@ def test_the_better_control_is_the_one_with_the_lower_loss_on_common_windows():
     assert better_control(window, {64: elsewhere}) is window
     more_targets = dataclasses.replace(truncated, tokens=80)
     assert better_control(window, {64: more_targets}) is window
+    assert better_control(window, {64: dataclasses.replace(truncated, texts="others")}) is window
     inside = row([30.0, 30.0], (7,), n=64, window=None, extended_ctx=64, label="window")
     assert better_control(inside, {64: truncated}) is inside  # there the two are the same
     diverged = dataclasses.replace(window, nll=[math.nan, math.nan])
