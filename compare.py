@@ -5,20 +5,17 @@ texts (another task, corpus or documents) are named and left out, because their 
 measured here.
 """
 
-if __name__ == "__main__":
-    import conf.interrupt  # noqa: F401 (first: Ctrl-C while torch is imported)
-
 import argparse
 from collections import Counter
 from pathlib import Path
 
-from conf.errors import UserError, user_errors_in_one_line
-from conf.leftovers import check_writable
-from measure import accuracy, comparison
-from measure.curves import Curve, read_curves as read_curve_files
+from conf.errors import UserError, user_errors
+from measure.curves import Curve, read_curves as read_curve_files, select_shared
+from measure.page import write_page
+from measure.report import Accuracy, Losses, print_left_out
 
 
-@user_errors_in_one_line
+@user_errors
 def main() -> None:
     """Parse the command line, select the comparable curves, and print and draw them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -39,45 +36,32 @@ def main() -> None:
     if not args.runs:
         raise UserError("--runs: must be the path of a folder")
     out = Path(args.out) if "/" in args.out else Path(args.runs) / args.out
-    check_writable("--out", out)
-
-    if args.html:
-        from measure import page
-
-        page.bokeh_scripts()  # if it is not installed, say so before the work
 
     # ---- the curves that can be compared: those on the same targets ----
     curves = read_curves(args.runs, args.run)
     if args.task and not (curves := [c for c in curves if c.first.task.split()[0] == args.task]):
         raise UserError(f"--task {args.task}: no curve of this task: first: python eval.py task={args.task}")
     texts = most_shared_texts(curves)
-    selected = comparison.select_shared(curves, texts)
+    selected = select_shared(curves, texts)
     labels = sorted({c.label for c in selected})
     only = args.only.split(",") if args.only else labels
     if unknown := [label for label in only if label not in labels]:
         raise UserError(f"--only {args.only}: no curve is labelled {unknown[0]}; there are {', '.join(labels)}")
     shown = [c for c in selected if c.label in only]
 
-    # ---- table, gains, figure ----
-    with_answer = bool(shown[0].first.hits)
-    if with_answer:
-        accuracy.print_accuracy(shown, args.threshold)
-    else:
-        comparison.print_comparison(shown)
-        if args.gain:
-            comparison.print_gains(shown, selected)
-    comparison.print_left_out(curves, texts)
-    from measure import plots
-
-    if with_answer:
-        title = f"Accuracy against context length, task={shown[0].first.task}"
-        accuracy.draw_accuracy(shown, out, title, args.threshold)
-    else:
-        plots.draw_curves(selected, out, "Loss against context length, on the same targets", only=only)
+    # ---- tables, figure, page ----
+    of_task = f"task={shown[0].first.task}"
+    report = Accuracy(args.threshold) if shown[0].first.hits else Losses()
+    report.print_comparison(shown)
+    if args.gain and isinstance(report, Losses):
+        report.print_gains(shown, selected)
+    print_left_out(curves, texts)
+    report.draw(shown, out, f"Curves against context length, on the same targets, {of_task}", selected)
     print(f"figure: {out}")
     if args.html:
-        page.write_page(selected, out.with_suffix(".html"), f"Curves of {args.runs}, task={shown[0].first.task}")
-        print(f"page: {out.with_suffix('.html')}")
+        page = out.with_suffix(".html")
+        write_page(selected, page, f"Curves of {args.runs}, {of_task}")
+        print(f"page: {page}")
 
 
 def read_curves(runs: str, names: list[str]) -> list[Curve]:

@@ -9,86 +9,71 @@ that does not beat the better control has not extended the context.
 Finished lengths are kept in files under runs/NAME/eval and are not measured again.
 """
 
-if __name__ == "__main__":  # before the imports: torch takes seconds
-    from conf.command_line import answer_early
-
-    answer_early("eval")
-
-
-import importlib
-
-import hydra
-from omegaconf import DictConfig
-
-from conf.eval_schema import EvalConfig, eval_config
-from conf.hydra_patches import exp_sets_evaluation, run_main, sweep_job
+from conf.cli import command
+from conf.schema import EvalConfig
 from engine import device as devices, distributed
 from engine.run import Run
-from engine.tracking import wandb_module
+from hf.open import open_run
+from measure.breakdowns import Breakdowns
 from measure.curves import align, read_curves, select
 from measure.evaluation import NONE, WINDOW, Evaluation, Method, requested_method
+from measure.report import Accuracy, Losses
+from measure.wandb_curves import log_curves
 from model import spectrum
-from model.scaling import warning
-from open_run import open_run
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="eval")
-@sweep_job
-def main(hydra_cfg: DictConfig) -> None:
-    evaluate(eval_config(hydra_cfg))
+@command("eval")
+def main(cfg: EvalConfig) -> None:
+    evaluate(cfg)
 
 
 def evaluate(cfg: EvalConfig) -> None:
     """Measure no scaling, the window control and the requested method, then print, log and draw their curves.
 
-    UserError if there is no such run, or if the encoding or the scaling does not apply at this length. Under torchrun
-    all ranks measure, and rank 0 alone prints and writes.
+    Under torchrun all ranks measure, and rank 0 alone prints and writes.
     """
-    # ---- the run, the task and its texts ----
+    # ---- the run, the task and its texts, the methods ----
     device = devices.start(cfg.device, cfg.kernel, many_lengths=True)
-    run = open_run(cfg, device)
+    run = open_run(cfg, device)  # also sets cfg.ctx where it was null
     evaluation = Evaluation(run, cfg, device)
+    task = evaluation.task
     requested = requested_method(cfg)
+    # NONE first: the others use its rows where they change nothing
     methods = [NONE, WINDOW, *([] if requested in (NONE, WINDOW) else [requested])]
-    breakdowns = None
-    if cfg.by_position or cfg.by_antecedent or cfg.key_tokens:
-        from measure.breakdowns import Breakdowns
-
-        breakdowns = Breakdowns(evaluation, methods, requested, cfg)
-    print_start(run, requested, evaluation)
+    breakdowns = Breakdowns(evaluation, methods, requested, cfg)
+    if distributed.rank() == 0:
+        print_start(run, requested, evaluation)
 
     # ---- measure: lengths that have been measured before are read from their files, the others are computed ----
     missing = {m.label: evaluation.missing_lengths(m, cfg.fresh) for m in methods}
     work = [(m, n) for m in methods for n in missing[m.label]]
-    with evaluation.running(work, breakdowns.flops if breakdowns else 0):
+    with evaluation.running(work):
         measured = [evaluation.curve(m, cfg.fresh) for m in methods]
-        if breakdowns:
-            breakdowns.measure()
+        breakdowns.measure()
 
     # ---- show: tables, figure, wandb ----
-    curves = {c.label: c for c in align(measured)}
-    view = importlib.import_module("measure.accuracy" if evaluation.task.accuracy else "measure.losses")
-    view.print_curves(evaluation.task, *curves.values())
     if distributed.rank() > 0:
         return
-    if breakdowns:
-        breakdowns.show(curves)
-    folder, task = run.folder / "eval", evaluation.task.label.split()[0]
-    figure = folder / f"ctx{evaluation.ctx}{'' if task == 'matched' else f'-{task}'}.png"
+    curves = {c.label: c for c in align(measured)}
+    report = Accuracy(task.threshold, task.chance) if task.accuracy else Losses(task.guess)
+    report.print_evaluation(list(curves.values()), curves[requested.label])
+    breakdowns.show(curves)
+    folder, name = run.folder / "eval", task.label.split()[0]
+    figure = folder / f"ctx{evaluation.ctx}{'' if name == 'matched' else f'-{name}'}.png"
     # All curves of this run on the same targets, also those of earlier commands
-    selected = select(read_curves(folder.glob("*.jsonl")), evaluation.texts, evaluation.targets)
-    title = f"{run.name}: pos={run.context.pos}, trained at {run.context.train_ctx} tokens"
-    view.draw_curves(selected, figure, title, evaluation.task)
+    selected = select(read_curves(folder.glob("*.jsonl")), evaluation.texts, evaluation.target_keys)
+    title = f"{run.name}: pos={run.context.pos}, trained at {run.context.train_ctx} tokens, task={task.label}"
+    report.draw(selected, figure, title)
     new = [method for method in methods if missing[method.label]]
-    if new and (log := wandb_module("measure.wandb_curves")):
-        log.log_curves(cfg.project, evaluation, new, curves, figure)
+    if new:
+        log_curves(cfg.project, evaluation, new, curves, figure)
     print(f"\nrows: {folder}/*.jsonl   picture: {figure}   with other runs: python compare.py")
 
 
 def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:
     """Print the run, the spectrum of its encoding, and the scored tokens, with a note if there are few documents."""
     print(run.describe())
-    warnings = [warning(knobs, run.context) for knobs in requested.scalings]
+    warnings = [spectrum.warning(knobs, run.context) for knobs in requested.scalings]
     for line in filter(None, [spectrum.card(run.context), *warnings]):
         print(line)
     task, documents = evaluation.task, len(evaluation.task.names)
@@ -100,4 +85,4 @@ def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, exp_sets_evaluation)
+    main()

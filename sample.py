@@ -1,65 +1,26 @@
-"""Generate text with a trained run: python sample.py prompt="def " scaling=ntk tokens=400
+"""Generate text with a trained run: python sample.py prompt="'def '" scaling=ntk tokens=400
 
 Tokens are generated one by one, with a cache of each layer's projections. At every length the logits equal those of a
 full forward pass at that length, also where the scaling changes with the length (dynamic NTK): see model/decode.py. The
 text goes to stdout, everything else to stderr.
 """
 
-if __name__ == "__main__":  # before the imports: torch takes seconds
-    from conf.command_line import answer_early
-
-    answer_early("sample")
-
-
 import codecs
-import re
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated
 
-import hydra
 import torch
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig
 from torch import Tensor
 
+from conf.cli import command
 from conf.errors import UserError
-from conf.eval_schema import TrainedRunConfig
-from conf.hydra_patches import exp_selects_runs, run_main, sweep_job
-from conf.registry import ROOT
-from conf.schema import SEED, Rule, at_least, check_rules, name_list, one_of, to_object
+from conf.schema import SampleConfig
 from data.corpus import Corpus
 from engine import device as devices
 from engine.run import Run, check_fits
 from model import gpt
 from model.decode import Decoder
-
-TEMPERATURE = Rule(lambda x: x == 0 or x >= 0.001, "0 or at least 0.001")  # logits are divided by it, in float32
-
-
-@dataclass
-class SampleConfig(TrainedRunConfig):
-    """The settings of sample.py; their meaning is documented in conf/sample.yaml."""
-
-    prompt: str = ""
-    tokens: Annotated[int, at_least(1)] = MISSING
-    temperature: Annotated[float, TEMPERATURE] = MISSING  # 0 takes the likeliest token
-    top_k: Annotated[int | None, at_least(1)] = None
-    seed: Annotated[int, SEED] = 0
-    decode: Annotated[str, one_of("exact", "rebased")] = "exact"
-
-
-ConfigStore.instance().store(name="sample_schema", node=SampleConfig)
-
-
-def sample_config(cfg: DictConfig) -> SampleConfig:
-    """The checked settings. UserError names the first wrong one."""
-    c: SampleConfig = to_object(cfg, SampleConfig)
-    check_rules(c)
-    c.plus = name_list(c.plus, "plus", "scaling")
-    return c
 
 
 def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
@@ -94,10 +55,9 @@ def generate(
         text = torch.cat((text, text.new_tensor([[token]])), dim=1)
 
 
-@hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="sample")
-@sweep_job
-def main(hydra_cfg: DictConfig) -> None:
-    sample(sample_config(hydra_cfg))
+@command("sample")
+def main(cfg: SampleConfig) -> None:
+    sample(cfg)
 
 
 def sample(cfg: SampleConfig) -> None:
@@ -108,7 +68,7 @@ def sample(cfg: SampleConfig) -> None:
     """
     # ---- the run, and the prompt in its tokens ----
     device = devices.start(cfg.device, cfg.kernel, many_lengths=True)
-    run = Run.open(cfg.run, runs=cfg.runs, cache=cfg.cache, device=device, scalings=cfg.scalings, exp=cfg.trained_with)
+    run = Run.open(cfg.run, runs=cfg.runs, cache=cfg.cache, device=device, scalings=cfg.scalings, exp=cfg.exp)
     assert isinstance(run.corpus, Corpus)  # our own runs have one
     encoding = run.corpus.encoding
     start = encoding.encode_ordinary(cfg.prompt) or [encoding.eot_token]
@@ -134,18 +94,5 @@ def sample(cfg: SampleConfig) -> None:
     print(f"{count} tokens, {speed:.0f} tokens/s, {len(start) + count} tokens in all", file=sys.stderr)
 
 
-def quote_prompt(argument: str) -> str:
-    """prompt=TEXT -> prompt='TEXT', a quoted string of Hydra's grammar whose value is exactly TEXT.
-
-    Without quotes, Hydra would remove spaces at both ends and interpret brackets, commas and ${}. Other arguments are
-    returned unchanged.
-    """
-    if not argument.startswith("prompt="):
-        return argument
-    text = argument[7:].replace("${", "\\${")  # no interpolation
-    # In Hydra's grammar a backslash is an escape only before a quote (or at the end), so only these are doubled
-    return "prompt='" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text) + "'"
-
-
 if __name__ == "__main__":
-    run_main(main, exp_selects_runs, quote_prompt)
+    main()

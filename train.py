@@ -6,52 +6,44 @@ The run is the folder runs/NAME with config.json and ckpt.pt. The loss is in nat
 code runs in every process; engine/distributed.py has the calls between them, and with one process they do nothing.
 """
 
-if __name__ == "__main__":  # before the imports: torch takes seconds
-    from conf.command_line import answer_early
-
-    answer_early("train")
-
-
 import math
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import hydra
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
+from tqdm import tqdm
 
+from conf.cli import command
 from conf.errors import UserError, check
-from conf.hydra_patches import init_keeps_groups, run_main, sweep_job
 from conf.registry import describe as describe_knobs
-from conf.schema import TrainConfig, train_config
+from conf.schema import TrainConfig
 from data import corpus as corpora
-from data.batches import batch
-from engine import checkpoint, device as devices, distributed, resume
+from data.batches import batch, cut_rows, row_length, training_positions
+from engine import checkpoint, device as devices, distributed, finetune
+from engine.compile import compile_blocks, recompute_blocks, should_compile
+from engine.distributed import say
+from engine.files import locked
 from engine.optimizer import learning_rate, make_optimizer
-from engine.progress import progress_bar
-from engine.signals import StopSignal
-from engine.throughput import Throughput
-from engine.tracking import training_log
+from engine.progress import StopSignal, Throughput, progress_bar
+from engine.run import parent_run
 from engine.validation import Validation, describe_validation
+from engine.wandb_log import TrainingLog
+from hf.open import foreign_parent
 from model import gpt, spectrum
-from model.scaling import ContextChange, warning
 
-COMPILE_AT = 10  # the first steps run uncompiled, so that a mistake shows before the half minute of compilation
+COMPILE_AT = 10  # steps of a new run before the half minute of compilation, so that a mistake shows earlier
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="train")
-@sweep_job
-def main(hydra_cfg: DictConfig) -> None:
-    cfg = train_config(hydra_cfg)
-    with resume.only_process(cfg):
-        train(cfg)
+@command("train")
+def main(cfg: TrainConfig) -> None:
+    train(cfg)
 
 
 def train(cfg: TrainConfig) -> None:
@@ -61,123 +53,40 @@ def train(cfg: TrainConfig) -> None:
     one. UserError for settings that do not fit together, for an existing run with other settings, and for a loss that
     is not finite. After SIGINT or SIGTERM the run is saved and the process exits with code 130 or 143.
     """
-    # ---- settings: check all of them before anything is downloaded, built or written ----
     torch.set_flush_denormal(True)  # before init= reads weights (devices.start says why)
-    assert cfg.name is not None  # train_config sets it
-    folder = Path(cfg.runs) / cfg.name
+    folder = Path(cfg.runs, str(cfg.name))
     parent = read_parent(cfg)
-    tokenizer = parent.get("tokenizer") if parent else None  # None: that of the corpus
-    local = distributed.local_rows(cfg.batch_tokens, cfg.ctx)
     check_settings(cfg)
     device = devices.start(cfg.device, cfg.kernel)
     if device.type == "cpu":
         devices.keep_freed_memory()
-    ranks = distributed.ranks()
-
-    # ---- the last checkpoint of this run, if there is one; nothing to do if it has all steps ----
-    state = resume.saved_state(cfg, folder)
-    if state and state["step"] == cfg.steps:
-        print(f"{folder}: already trained, {describe_validation(state['validation'])}; fresh=true starts over")
-        return
-
-    # ---- corpus, model and optimizer ----
-    with ranks.rank0_first():
-        corpus = corpora.prepare(cfg.data, cfg.cache, tokenizer)
-    if any(s["corpus"] not in (None, corpus.key) for s in (state, parent) if s):
-        raise UserError(f"{folder}: the corpus has changed since this run began: choose name=NEW or fresh=true")
-    model = build_model(cfg, corpus.vocab_size, parent and parent["model"], device)
-    losses = ranks.wrap_model(model, device, cfg)  # model.losses, on one device or several
-    optimizer = make_optimizer(model, cfg.optim)
-    start, seconds = 0, 0.0
-    if state:
-        from engine.restore import restore
-
-        start, seconds = restore(folder, state, model, optimizer)
-    else:
-        ranks.on_rank0(lambda: checkpoint.start(folder, cfg))
-    state = parent = None  # free their tensors
-
-    # ---- derived from the settings ----
-    change = gpt.trained_scaling(cfg, gpt.trained_context(cfg, model.pos))
-    validation = Validation(corpus, cfg, device)
-    n_params = model.n_parameters()
-    throughput = Throughput(cfg, n_params, device)
-    # 6 N FLOPs per token, forward and backward. All steps count, not only the remaining ones: a resumed run must make
-    # the same choice as an uninterrupted one, because compiled code rounds differently.
-    compiles = devices.should_compile(cfg.compile, device, 6 * n_params * cfg.batch_tokens * cfg.steps)
-
-    print_start(cfg, model, device, start, change)
-    dtype = "bfloat16" if devices.uses_bfloat16(device, cfg.dtype) else "float32"
-    measured = {"n_parameters": n_params, "device": device.type, "dtype": dtype}
-    with (
-        StopSignal() as stop,
-        ranks.exit_if_a_rank_dies(stop),
-        training_log(cfg, folder, start, measured) as log,
-        progress_bar(cfg.steps, "step {n_fmt} of {total_fmt}, {elapsed}", done=start) as bar,
-    ):
-        result: dict[str, float] = {}  # of the last validation
-        # A running sum of losses and gradient norms on the device: it is not finite from the first bad value on, so
-        # the loop can check it when it logs or saves instead of waiting for the GPU at every step.
-        health = torch.zeros((), device=device)
-        began, saved = time.monotonic(), start
-        throughput.restart(start)
-        for step in range(start, cfg.steps):
-            # ---- one optimizer step of batch_tokens ----
-            if compiles and step == max(start, COMPILE_AT):
-                from engine.compile import compile_blocks
-
-                bar.set_postfix_str("compiling, about half a minute the first time")
-                compile_blocks(model)
-            lr = learning_rate(step, cfg.steps, cfg.optim)
-            batches = training_batches(cfg, corpus, step, local, device)
-            loss, norm = optimizer_step(cfg, model, losses, optimizer, batches, lr, change)
-            health += loss + norm
-            bar.update()
-
-            # ---- after the step: log, validate and save at their intervals, and always after the last step ----
-            done, last = step + 1, step + 1 == cfg.steps
-            stopping = ranks.any_rank(bool(stop))
-            logging = done % cfg.log_every == 0 or last
-            validating = done % cfg.val_every == 0 or last
-            saving = done % cfg.save_every == 0 or last or stopping
-            if not (logging or validating or saving):
-                continue
-            if logging:  # .item() waits for the GPU, so not at every step
-                point = {"loss": ranks.mean(loss).item(), "lr": lr, **throughput.measure(done),
-                         "grad_norm": norm.item()}  # fmt: skip
-                log.point(done, point)
-                bar.set_postfix_str(describe_point(point, (cfg.steps - done) * cfg.batch_tokens), refresh=False)
-            if validating:
-                result = validation.measure(model, change)
-                log.point(done, {f"val_{name}": value for name, value in result.items()})
-                bar.write(f"step {done}: held-out {describe_validation(result)}")
-            check_finite(cfg, ranks.mean(health) + result.get("loss", 0.0), done, saved)
-            if saving:
-                values = {"config": asdict(cfg), "step": done, "corpus": corpus.key, "tokenizer": tokenizer,
-                          "seconds": seconds + time.monotonic() - began, "validation": result}  # fmt: skip
-                resume.save(folder, values, model, optimizer, sharded=cfg.shard, final=last)
-                log.saved(done, values["seconds"])
-                saved = done
-            throughput.restart(done)
-            if stopping:
-                break
-    if saved < cfg.steps:
-        print(f"stopped: {folder} is saved at step {saved} of {cfg.steps}; run the same command again to resume")
-        sys.exit(stop.exit_code)
-
-    # The time is that of earlier parts of a resumed run as well
-    print_end(cfg, folder, model, result, seconds + time.monotonic() - began)
+    with locked(folder) if distributed.rank() == 0 else nullcontext():
+        state = checkpoint.last_state(folder, cfg)
+        if state and state["step"] == cfg.steps:
+            say(f"{folder}: already trained, {describe_validation(state['validation'])}; fresh=true starts over")
+            return
+        training = Training(cfg, folder, device, parent, state)
+        state = parent = None  # free their tensors
+        training.print_start()
+        with StopSignal() as stop, training.open_log() as log, training.open_bar() as bar:
+            training.start_clock()
+            while training.done < cfg.steps and not training.stopped:
+                training.step(bar)
+                training.report(log, bar, stop)
+        if training.stopped:
+            again = "the same command without fresh=true" if cfg.fresh else "the same command again"
+            say(f"stopped: {folder} is saved at step {training.done} of {cfg.steps}; run {again} to resume")
+            sys.exit(stop.exit_code)
+        training.print_end()
 
 
-def read_parent(cfg: TrainConfig) -> dict[str, Any] | None:
-    """The checkpoint that init= names, whose settings are copied into cfg; None without init=."""
+def read_parent(cfg: TrainConfig) -> finetune.Parent | None:
+    """What init= names, whose settings are copied into cfg; None without init=."""
     if not cfg.init:
         return None
-    if ":" in cfg.init:
-        from hf.finetune import inherit
-    else:
-        from engine.finetune import inherit
-    return inherit(cfg)
+    parent = foreign_parent(cfg) if ":" in cfg.init else parent_run(cfg)
+    finetune.inherit(cfg, parent)
+    return parent
 
 
 def check_settings(cfg: TrainConfig) -> None:
@@ -186,6 +95,7 @@ def check_settings(cfg: TrainConfig) -> None:
     Examples: shard=true in one process, a scaling method that does not apply to the encoding, positions drawn from a
     longer range than the encoding has.
     """
+    distributed.local_rows(cfg.batch_tokens, cfg.ctx)
     if cfg.shard and distributed.world() == 1:
         raise UserError("shard=True: needs more than one process: torchrun --nproc_per_node=N train.py shard=true ...")
     encoding = gpt.build_encoding(cfg)
@@ -195,23 +105,189 @@ def check_settings(cfg: TrainConfig) -> None:
         check(cfg.longest <= encoding.max_positions, "longest", cfg.longest, right)
 
 
-def build_model(cfg: TrainConfig, vocab_size: int, weights: dict[str, Tensor] | None, device: torch.device) -> gpt.GPT:
-    """The model to train, before it is moved to the device. weights: of the run of init=, or None for new ones."""
-    if cfg.model.n_layers * cfg.model.width**2 > 2**23:  # about 100 million parameters
-        from engine.memory import check_memory
+class Training:
+    """A training in progress: its corpus, model and optimizer, and how far it is."""
 
-        check_memory(cfg, vocab_size, device)
-    with torch.device("meta" if cfg.shard and distributed.rank() else "cpu"):  # rank 0 gives the others their shards
-        model = gpt.build(cfg, vocab_size)
-    if weights and not model.head.weight.is_meta:
-        from engine.finetune import load_weights
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        folder: Path,
+        device: torch.device,
+        parent: finetune.Parent | None,
+        state: dict[str, Any] | None,
+    ):
+        """parent: where a new run starts (init=). state: of the last checkpoint, with which it is resumed; or None."""
+        self.cfg, self.folder, self.device = cfg, folder, device
+        self.local_rows = distributed.local_rows(cfg.batch_tokens, cfg.ctx)
+        self.tokenizer = parent.tokenizer if parent else None  # None: that of the corpus
 
-        load_weights(model, weights, cfg)
-    if cfg.recompute:
-        from engine.recompute import recompute_blocks
+        # ---- corpus, model and optimizer ----
+        with distributed.rank0_first():
+            self.corpus = corpora.prepare(cfg.data, cfg.cache, self.tokenizer)
+        known = {state["corpus"] if state else None, parent.corpus if parent else None}
+        if known - {None, self.corpus.key}:
+            raise UserError(f"{folder}: the corpus has changed since this run began: choose name=NEW or fresh=true")
+        self.model = gpt.build(cfg, self.corpus.vocab_size)
+        if parent:
+            finetune.load_weights(self.model, parent.weights, cfg)
+        if cfg.recompute:
+            recompute_blocks(self.model)
+        bfloat16 = devices.uses_bfloat16(device, cfg.dtype)
+        linear = set(devices.linear_layers(self.model))
+        self.losses = distributed.wrap_model(self.model, device, cfg.shard, linear, bfloat16)
+        self.optimizer = make_optimizer(self.model, cfg.optim)
+        self.done, self.seconds = 0, 0.0  # steps, and their time before this process
+        if state:
+            checkpoint.restore(folder, state, self.model, self.optimizer)
+            self.done, self.seconds = state["step"], state["seconds"]
+        else:
+            distributed.on_rank0(lambda: checkpoint.start(folder, cfg))
+        self.start = self.saved = self.done
 
-        recompute_blocks(model)
-    return model
+        # ---- derived from the settings ----
+        self.context = gpt.trained_context(cfg, self.model.pos)
+        self.change = gpt.trained_scaling(cfg, self.context)
+        self.validation = Validation(self.corpus, cfg, device)
+        self.result: dict[str, float] = {}  # of the last validation
+        self.n_parameters = self.model.n_parameters()
+        dtype = "bfloat16" if bfloat16 else "float32"
+        self.facts = {"n_parameters": self.n_parameters, "device": device.type, "dtype": dtype}
+        # 6 N FLOPs per token, forward and backward. All steps count, not only the remaining ones: a resumed run must
+        # make the same choice as an uninterrupted one, because compiled code rounds differently.
+        flops = 6 * self.n_parameters * cfg.batch_tokens * cfg.steps
+        self.compiles = should_compile(cfg.compile, device, flops)
+        # A running sum of losses and gradient norms on the device: it is not finite from the first bad value on, so
+        # it can be checked when the run logs or saves instead of waiting for the GPU at every step.
+        self.health = torch.zeros((), device=device)
+        self.stopped = False
+        self.throughput = Throughput(cfg, self.n_parameters, device)
+
+    def start_clock(self) -> None:
+        self.began = time.monotonic()
+        self.throughput.restart(self.done)
+
+    # ---- one optimizer step of batch_tokens ----
+
+    def step(self, bar: tqdm) -> None:
+        """Forward and backward passes of the micro-batches, clipping, and the update of the weights."""
+        cfg = self.cfg
+        if self.compiles and self.done == max(self.start, COMPILE_AT):
+            bar.set_postfix_str("compiling, about half a minute the first time")
+            compile_blocks(self.model)
+        batches = training_batches(cfg, self.corpus, self.done, self.local_rows, self.device)
+        self.loss = torch.zeros((), device=self.device)  # of this rank's rows, nats per token
+        for i, (windows, positions) in enumerate(batches):
+            with distributed.no_sync(self.losses, more=i + 1 < len(batches)):
+                with devices.autocast(self.device, cfg.dtype):
+                    part = self.losses(windows[:, :-1], windows[:, 1:], positions, self.change).mean() / len(batches)
+                part.backward()
+            self.loss += part.detach()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.optim.clip)
+        self.norm = distributed.full_tensor(norm)
+        self.lr = learning_rate(self.done, cfg.steps, cfg.optim)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.health += self.loss + self.norm
+        self.done += 1
+        bar.update()
+
+    # ---- after a step: log, validate and save at their intervals, and always after the last step ----
+
+    def report(self, log: TrainingLog, bar: tqdm, stop: StopSignal) -> None:
+        cfg, last = self.cfg, self.done == self.cfg.steps
+        self.stopped = distributed.any_rank(bool(stop)) and not last
+        logging, validating, saving = (
+            self.done % every == 0 or last for every in (cfg.log_every, cfg.val_every, cfg.save_every)
+        )
+        saving |= self.stopped
+        if not (logging or validating or saving):
+            return
+        if logging:  # .item() waits for the GPU, so not at every step
+            point = {"loss": distributed.mean(self.loss).item(), "lr": self.lr}
+            point |= {**self.throughput.measure(self.done), "grad_norm": self.norm.item()}
+            log.point(self.done, point)
+            bar.set_postfix_str(describe_point(point, (cfg.steps - self.done) * cfg.batch_tokens), refresh=False)
+        if validating:
+            self.result = self.validation.measure(self.model, self.change)
+            log.point(self.done, {f"val_{name}": value for name, value in self.result.items()})
+            if distributed.rank() == 0:
+                bar.write(f"step {self.done}: held-out {describe_validation(self.result)}")
+        self.check_finite()
+        if saving:
+            self.save(log)
+        self.throughput.restart(self.done)
+
+    def check_finite(self) -> None:
+        """UserError if a loss or the norm of a gradient was not finite, on any rank."""
+        if not (distributed.mean(self.health) + self.result.get("loss", 0.0)).isfinite():
+            last = f"{self.folder}/ckpt.pt has step {self.saved}" if self.saved else "nothing was saved yet"
+            lower = f"try optim.lr below {self.cfg.optim.lr}"
+            raise UserError(f"the loss or its gradient is not finite by step {self.done}: {last}; {lower}")
+
+    def save(self, log: TrainingLog) -> None:
+        """Write ckpt.pt, on rank 0. UserError if it cannot be written; the previous one is then unchanged."""
+        state = {
+            "config": asdict(self.cfg),
+            "step": self.done,
+            "corpus": self.corpus.key,
+            "tokenizer": self.tokenizer,
+            "seconds": self.elapsed(),
+            "validation": self.result,
+            **checkpoint.training_state(self.model, self.optimizer),
+        }
+        distributed.on_rank0(lambda: checkpoint.save(self.folder, state))
+        self.saved = self.done
+        log.saved(state)
+
+    def elapsed(self) -> float:
+        """Seconds of this training, with those of earlier parts of a resumed run."""
+        return self.seconds + time.monotonic() - self.began
+
+    # ---- output ----
+
+    def open_log(self) -> TrainingLog:
+        return TrainingLog(self.cfg, self.folder, self.start, self.facts)
+
+    def open_bar(self) -> tqdm:
+        return progress_bar(self.cfg.steps, "step {n_fmt} of {total_fmt}, {elapsed}", done=self.start)
+
+    def print_start(self) -> None:
+        """Print the model, its settings, the spectrum of its encoding, and what the run of init= was trained with."""
+        cfg = self.cfg
+        processes = f", {distributed.world()} processes" if distributed.world() > 1 else ""
+        resumed = f", resumed at step {self.start}" if self.start else ""
+        say(
+            f"{self.folder}: {self.n_parameters / 1e6:.2f}M parameters, "
+            f"{gpt.describe_encoding(cfg)}, ctx {cfg.ctx}, vocabulary {self.model.head.out_features}, "
+            f"{cfg.steps} steps of {cfg.batch_tokens} tokens on {self.device.type}{processes}{resumed}"
+        )
+        for line in filter(None, [spectrum.card(self.context), spectrum.warning(cfg.scaling, self.context)]):
+            say(line)
+        if cfg.init:
+            say(finetune.describe(cfg, self.change.factor))
+
+    def print_end(self) -> None:
+        """Print the speed, the last validation, and a command that evaluates the run."""
+        cfg, seconds = self.cfg, self.elapsed()
+        tokens = cfg.steps * cfg.batch_tokens
+        say(f"trained {self.folder}: {tokens:,} tokens in {seconds / 60:.1f} min ({tokens / seconds:,.0f} tokens/s)")
+        say(f"in window (ctx {cfg.ctx}), held out: {describe_validation(self.result)}")
+        # As in README: ntk after the default run, yarn after exp=quick, which has 64 tokens
+        scaling = "none" if self.model.pos.inv_freq is None or cfg.init else "ntk" if cfg.ctx >= 256 else "yarn"
+        folders = [f"{k}={getattr(cfg, k)}" for k in ("runs", "cache") if getattr(cfg, k) != getattr(TrainConfig, k)]
+        settings = shlex.join([f"run={cfg.name}", f"scaling={scaling}", *folders])
+        say(f"next: python eval.py {settings}")
+
+
+def describe_point(point: dict[str, float], tokens_left: int) -> str:
+    """For the progress bar: loss, speed since the last point, and at this speed the time left."""
+    mfu, speed = f", MFU {point['mfu']:.1%}" if "mfu" in point else "", point["tokens_per_s"]
+    return f"loss {point['loss']:.3f}, {speed:,.0f} tokens/s{mfu}, {timedelta(seconds=round(tokens_left / speed))} left"
+
+
+# ---- batches ----
 
 
 def count_micro_batches(rows: int, cfg: TrainConfig) -> int:
@@ -225,17 +301,15 @@ def count_micro_batches(rows: int, cfg: TrainConfig) -> int:
 
 
 def training_batches(
-    cfg: TrainConfig, corpus: corpora.Corpus, step: int, local: slice, device: torch.device
+    cfg: TrainConfig, corpus: corpora.Corpus, step: int, local_rows: slice, device: torch.device
 ) -> list[tuple[Tensor, Tensor | None]]:
     """This rank's micro-batches: windows, int64 [rows, ctx + 1], and their positions [rows, ctx], or None: in order.
 
-    With ctx_start= the windows are shorter and more at first (data/row_length.py).
+    With ctx_start= the windows are shorter and more at first (`row_length`).
     """
-    rows, count = cfg.batch_tokens // cfg.ctx, count_micro_batches(local.stop - local.start, cfg)
-    windows = batch(corpus.train, step, seed=cfg.seed, size=rows, ctx=cfg.ctx)[local]
-    if cfg.ctx_start:
-        from data.row_length import cut_rows, row_length
-
+    rows, count = cfg.batch_tokens // cfg.ctx, count_micro_batches(local_rows.stop - local_rows.start, cfg)
+    windows = batch(corpus.train, step, seed=cfg.seed, size=rows, ctx=cfg.ctx)[local_rows]
+    if cfg.ctx_start:  # it multiplies the rows, so `count` still divides them
         windows = cut_rows(windows, row_length(step, cfg.steps, cfg.ctx, cfg.ctx_start, cfg.ctx_full_at))
 
     def pieces(x: Tensor) -> tuple[Tensor, ...]:
@@ -244,91 +318,10 @@ def training_batches(
 
     if cfg.positions == "ordered":
         return [(piece, None) for piece in pieces(windows)]
-    from data.training_positions import sample
-
-    positions = sample(cfg.positions, step, seed=cfg.seed, rows=rows, ctx=cfg.ctx, longest=cfg.longest or cfg.ctx)
-    return list(zip(pieces(windows), pieces(positions[local]), strict=True))  # [rows, ctx] each
-
-
-def check_finite(cfg: TrainConfig, health: Tensor, done: int, saved: int) -> None:
-    """UserError if the sum of losses and gradient norms is not finite. saved: the step of the last checkpoint, or 0."""
-    if not health.isfinite():
-        last_save = f"{cfg.runs}/{cfg.name}/ckpt.pt has step {saved}" if saved else "nothing was saved yet"
-        lower = f"try optim.lr below {cfg.optim.lr}"
-        raise UserError(f"the loss or its gradient is not finite by step {done}: {last_save}; {lower}")
-
-
-def optimizer_step(
-    cfg: TrainConfig, model: gpt.GPT, losses: Callable[..., Tensor], optimizer: torch.optim.Optimizer,
-    batches: list[tuple[Tensor, Tensor | None]], lr: float, change: ContextChange,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Forward and backward passes of the micro-batches, clipping, and the update of the weights.
-
-    Returns the mean loss of this rank's batches, nats per token, and the norm of the gradient: scalars on the device.
-    """
-    ranks, device = distributed.ranks(), batches[0][0].device
-    loss = torch.zeros((), device=device)
-    for i, (windows, positions) in enumerate(batches):
-        with ranks.no_sync(losses, more=i + 1 < len(batches)):
-            with devices.autocast(device, cfg.dtype):
-                part = losses(windows[:, :-1], windows[:, 1:], positions, change).mean() / len(batches)
-            part.backward()
-        loss += part.detach()
-    norm = ranks.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.optim.clip))
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss, norm
-
-
-# ---- output ----
-
-
-def describe_point(point: dict[str, float], tokens_left: int) -> str:
-    """For the progress bar: loss, speed since the last point, and at this speed the time left."""
-    mfu, speed = f", MFU {point['mfu']:.1%}" if "mfu" in point else "", point["tokens_per_s"]
-    return f"loss {point['loss']:.3f}, {speed:,.0f} tokens/s{mfu}, {timedelta(seconds=round(tokens_left / speed))} left"
-
-
-def print_start(cfg: TrainConfig, model: gpt.GPT, device: torch.device, start: int, change: ContextChange) -> None:
-    """Print the model, its settings, the spectrum of its encoding, and what the run of init= was trained with.
-
-    start: the step at which the run resumes, or 0.
-    """
-    processes = f", {distributed.world()} processes" if distributed.world() > 1 else ""
-    resumed = f", resumed at step {start}" if start else ""
-    print(
-        f"{Path(cfg.runs, cfg.name or '')}: {model.n_parameters() / 1e6:.2f}M parameters, "
-        f"{gpt.describe_encoding(cfg)}, ctx {cfg.ctx}, vocabulary {model.head.out_features}, "
-        f"{cfg.steps} steps of {cfg.batch_tokens} tokens on {device.type}{processes}{resumed}"
-    )
-    context = gpt.trained_context(cfg, model.pos)
-    for line in filter(None, [spectrum.card(context), warning(cfg.scaling, context)]):
-        print(line)
-    if cfg.init:
-        from engine.finetune import describe
-
-        print(describe(cfg, change.factor))
-
-
-def print_end(cfg: TrainConfig, folder: Path, model: gpt.GPT, result: dict[str, float], seconds: float) -> None:
-    """Print the speed, the last validation `result`, and a command that evaluates the run.
-
-    seconds: duration of the training.
-    """
-    tokens = cfg.steps * cfg.batch_tokens
-    print(f"trained {folder}: {tokens:,} tokens in {seconds / 60:.1f} min ({tokens / seconds:,.0f} tokens/s)")
-    print(f"in window (ctx {cfg.ctx}), held out: {describe_validation(result)}")
-    if cfg.init:
-        from engine.finetune import describe_cost
-
-        print(f"fine-tuning took {describe_cost(cfg)}")
-    longest = min(max(8192, 2 * cfg.ctx) if cfg.ctx >= 256 else 16 * cfg.ctx, model.pos.max_positions or math.inf)
-    scaling = "none" if model.pos.inv_freq is None or cfg.init else "ntk" if cfg.ctx >= 256 else "yarn"
-    folders = [f"{k}={getattr(cfg, k)}" for k in ("runs", "cache") if getattr(cfg, k) != getattr(TrainConfig, k)]
-    print("next: python eval.py", shlex.join([f"run={cfg.name}", f"ctx={longest}", f"scaling={scaling}", *folders]))
+    assert cfg.longest  # by TrainConfig.validate
+    positions = training_positions(cfg.positions, step, seed=cfg.seed, rows=rows, ctx=cfg.ctx, longest=cfg.longest)
+    return list(zip(pieces(windows), pieces(positions[local_rows]), strict=True))  # [rows, ctx] each
 
 
 if __name__ == "__main__":
-    run_main(main, init_keeps_groups)
+    main()

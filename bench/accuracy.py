@@ -1,6 +1,6 @@
-"""The error of each implementation's arithmetic, ours and its peers', in one table of positions 0 to a million.
+"""The error of each implementation's arithmetic at positions 0 to a million: python -m bench.accuracy
 
-A peer whose code needs a GPU is emulated by the steps of its source. Print the table: python -m bench.rope accuracy
+A peer whose code needs a GPU is emulated by the steps of its source. Hugging Face's row needs transformers.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from kernels import phase, rope_torch
 
-BASE = 10000.0
+Rotation = Callable[[Tensor, Tensor], Tensor]  # x [T, D] at positions p [T] -> rotated x, in x's dtype
 
 
 def frequencies(R: int) -> Tensor:
     """float64 [R / 2], radians per position."""
-    return BASE ** (-torch.arange(0, R, 2, dtype=torch.float64) / R)
+    return 10000.0 ** (-torch.arange(0, R, 2, dtype=torch.float64) / R)
 
 
 def tables(positions: Tensor, R: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -28,9 +28,6 @@ def halves(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
     """The rotation of split pairs, in the dtype of its arguments: x [..., R], c and s [..., R / 2]."""
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), dim=-1)
-
-
-# ---- the implementations: x [T, D] at positions p [T] -> rotated x, in x's dtype ----
 
 
 def ours(x: Tensor, p: Tensor) -> Tensor:
@@ -58,57 +55,42 @@ def liger(x: Tensor, p: Tensor) -> Tensor:
     return torch.cat(a, dim=-1).to(x.dtype)
 
 
-def flash_attention(x: Tensor, p: Tensor) -> Tensor:
-    """FlashAttention's module keeps the tables in the model's dtype; its kernel computes in float32, rounds once."""
-    c, s = (t.float() for t in tables(p, x.shape[-1], x.dtype))
+def float32_angles(x: Tensor, p: Tensor, table: torch.dtype = torch.float32) -> Tensor:
+    """As complex multiplication: in float32, rounded once. table: the precision of cosines and sines."""
+    c, s = (t.float() for t in tables(p, x.shape[-1], table))
     return halves(x.float(), c, s).to(x.dtype)
 
 
-def complex_float32(x: Tensor, p: Tensor) -> Tensor:
-    """Complex multiplication with float32 angles (on split pairs), in float32, rounded once."""
-    c, s = tables(p, x.shape[-1], torch.float32)
-    return halves(x.float(), c, s).to(x.dtype)
-
-
-ARITHMETIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+ARITHMETIC: dict[str, Rotation] = {
     "ours": ours,
     "Hugging Face": hugging_face,
     "Liger (emulated)": liger,
-    "FlashAttention (emulated)": flash_attention,
-    "float32 angles": complex_float32,
+    # Its module keeps the tables in the model's dtype
+    "FlashAttention (emulated)": lambda x, p: float32_angles(x, p, x.dtype),
+    "float32 angles": float32_angles,
 }
 
 
-def accuracy() -> list[dict]:
-    """Rows of {arithmetic, position, error, rms, wrong}, against float64 with exact angles; D = 128, 512 tokens.
+def errors(rotate: Rotation, start: int, dtype: torch.dtype, D: int = 128) -> dict[str, float]:
+    """Of 512 tokens from position `start` on, of variance 1, against float64 with exact angles.
 
-    error, rms: of float32 results. wrong: the share of bfloat16 results that are not the nearest bfloat16 number.
+    error and rms: absolute. wrong: the share of results that are not the nearest number of this dtype.
     """
-    D, T, rows = 128, 512, []
-    x = torch.randn(T, D, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(512, D, generator=torch.Generator().manual_seed(0)).to(dtype)
+    p = torch.arange(512) + start
+    angle = p.double()[:, None] * frequencies(D)
+    got, want = rotate(x, p), halves(x.double(), angle.cos(), angle.sin())
+    error, wrong = got.double() - want, (got != want.to(dtype)).double()
+    return {"error": error.abs().max().item(), "rms": error.square().mean().sqrt().item(), "wrong": wrong.mean().item()}
+
+
+def main() -> None:
+    print("float32: largest error and rms; bfloat16: share of results that are not correctly rounded")
     for name, rotate in ARITHMETIC.items():
         for start in (0, 8192, 131_072, 1_000_000):
-            p = torch.arange(T) + start
-            angle = p.double()[:, None] * frequencies(D)
-            try:
-                in_float32 = rotate(x, p).double() - halves(x.double(), angle.cos(), angle.sin())
-                rounded = halves(x.bfloat16().double(), angle.cos(), angle.sin()).bfloat16()
-                wrong = (rotate(x.bfloat16(), p) != rounded).double().mean().item()
-            except ImportError as e:
-                print(f"{name}: skipped ({e})")
-                break
-            rows.append({"arithmetic": name, "position": start, "error": in_float32.abs().max().item(),
-                         "rms": in_float32.square().mean().sqrt().item(), "wrong": wrong})  # fmt: skip
-    return rows
+            exact, wrong = errors(rotate, start, torch.float32), errors(rotate, start, torch.bfloat16)["wrong"]
+            print(f"{name:<28}{start:>10}{exact['error']:>12.1e}{exact['rms']:>12.1e}{100 * wrong:>12.3f} %")
 
 
-def print_accuracy() -> None:
-    """Print the table of `accuracy`; a peer that is not installed is skipped with a message."""
-    print(
-        "float32: largest error of the result (inputs of variance 1); bfloat16: share of results not correctly rounded"
-    )
-    print(f"{'':28}{'position':>10}{'largest':>12}{'rms':>12}{'wrongly rounded':>18}")
-    for r in accuracy():
-        print(
-            f"{r['arithmetic']:<28}{r['position']:>10}{r['error']:>12.1e}{r['rms']:>12.1e}{100 * r['wrong']:>17.3f} %"
-        )
+if __name__ == "__main__":
+    main()

@@ -1,58 +1,34 @@
-"""The rows of a benchmark, appended to a file one by one, and the machine that they were measured on."""
+"""Rows of measurements as JSON lines, in a file of its own because every benchmark writes them."""
 
-import csv
+import argparse
 import json
 import platform
+import re
+import shlex
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from engine.checkpoint import write_atomically
-from engine.code_version import commit, output_of
+from conf.registry import ROOT
+from engine.files import commit
 
 
-def append_json(path: Path, row: dict) -> None:
-    """Add a row as the last line of a .jsonl file, which is created if it does not exist."""
-    before = path.read_text() if path.exists() else ""
-    write_atomically(path, lambda f: f.write((before + json.dumps(row) + "\n").encode()))
+def parser(doc: str | None, out: str) -> argparse.ArgumentParser:
+    """The command line of a benchmark. doc: of its module; out: the file in results/ that gets the rows by default."""
+    made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    made.add_argument("--out", type=Path, default=ROOT / "results" / out, help="the file that rows are appended to")
+    return made
 
 
-def machine() -> dict[str, str]:
-    """GPU, driver, versions and commit."""
-    import triton
-
-    return {
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version(),
-        "commit": commit(),
-    }  # fmt: skip
-
-
-class Rows:
-    """A table of rows, each of which is on the disk as soon as it is appended."""
-
-    def __init__(self, path: Path):
-        """path: a csv file, which may exist, with the same columns."""
-        self.path, self.machine, self.count = path, machine(), 0
-
-    def has(self, **columns: object) -> bool:
-        """Whether the file has a row with these values, of this machine and commit."""
-        if not self.path.exists():
-            return False
-        wanted = {name: str(value) for name, value in {**self.machine, **columns}.items()}
-        with self.path.open(newline="") as file:
-            return any(wanted.items() <= row.items() for row in csv.DictReader(file))
-
-    def append(self, row: dict) -> None:
-        """Add a row, with the columns of the machine before its own. ValueError: the file has other columns."""
-        row = {**self.machine, **row}
-        header = self.path.open().readline().strip() if self.path.exists() else ""
-        if header and header != ",".join(row):
-            raise ValueError(f"{self.path}: has other columns: choose another file with --out")
-        with self.path.open("a", newline="") as file:
-            table = csv.DictWriter(file, row.keys(), lineterminator="\n")
-            if not header:
-                table.writeheader()
-            table.writerow(row)
-        self.count += 1
+def append(path: Path, row: dict[str, Any]) -> None:
+    """Print the row, and append it as a line of JSON, after the command, the commit and the machine."""
+    cpuinfo = Path("/proc/cpuinfo")
+    cpu = re.search(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    code = {"command": shlex.join(["python", *sys.orig_argv[1:]]), "commit": commit(), "torch": torch.__version__}
+    where = {"cpu": cpu[1] if cpu else platform.processor(), "threads": torch.get_num_threads()}
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    with path.open("a") as file:
+        file.write(json.dumps({**code, **where, **gpu, **row}) + "\n")
+    print(json.dumps(row), flush=True)

@@ -1,70 +1,67 @@
-"""Layer schedules, the yamls of conf/layers: checked, and with every default filled in. Imported only for such runs.
+"""Layer schedules: models whose layers differ in encoding, base or window.
 
-The resolved form is what a run saves, so that later changes of a yaml do not change the run:
-
-    {"pattern": "LLLG", "L": {"pos": {...}, "window": 64, "sinks": 0, "scaled": False}, "G": {...}}
-
-`pattern` has one letter for each layer. `pos` has the knobs of the encoding, or is None for the run's own; `window` is
-in tokens, or None.
+A yaml of conf/layers has a pattern of letters, which is repeated, and what each letter is: a type of layer. `resolve`
+makes a LayerSchedule of it, with a letter for each layer and every default filled in. That is what a run saves, so that
+later changes of a yaml do not change the run.
 """
 
 import typing
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from conf.errors import UserError, check
-from conf.registry import choices, describe as describe_knobs, has_type, yaml_name, yaml_values
-from conf.schema import TrainConfig
-
-TYPES: dict[str, Any] = {"pos": str | None, "base": float | None, "window": float | None, "sinks": int, "scaled": bool}
-DEFAULTS: dict[str, Any] = {"pos": None, "base": None, "window": None, "sinks": 0, "scaled": True}
+from conf.errors import check
+from conf.registry import build_from_knobs, choices, describe as describe_knobs, yaml_name, yaml_values
 
 
-def resolve_layers(cfg: TrainConfig) -> dict[str, Any]:
-    """The resolved form of cfg.layers, a yaml of conf/layers, for the other settings of cfg.
+@dataclass(frozen=True)
+class TypeSettings:
+    """A type of layer as a yaml has it."""
 
-    UserError names the first wrong setting.
-    """
-    pattern, last, n_layers = cfg.layers.get("pattern") or "", cfg.layers.get("last"), cfg.model.n_layers
-    letters = {key: value for key, value in cfg.layers.items() if key not in ("pattern", "last")}
-    ok = isinstance(pattern, str) and bool(pattern) and set(pattern) <= letters.keys()
-    check(ok, "layers.pattern", pattern, f"made of the letters {', '.join(letters)}, each of which has settings")
+    pos: str | None = None  # the name of an encoding; None: that of the run's pos=
+    base: float | None = None  # in place of the encoding's own
+    window: float | None = None  # in tokens if it is a whole number, else a fraction of ctx
+    sinks: int = 0
+    scaled: bool = True
+
+
+@dataclass(frozen=True)
+class LayerType:
+    """What the layers of one letter have in common."""
+
+    pos: dict[str, Any] | None = None  # the knobs of the encoding; None: those of the run's pos=
+    window: int | None = None  # each query sees this many keys, itself included; None: all
+    sinks: int = 0  # the first keys, which every query sees in addition to the window
+    scaled: bool = True  # whether read-time scaling applies
+
+
+@dataclass(frozen=True)
+class LayerSchedule:
+    """A resolved schedule."""
+
+    pattern: str  # a letter for each layer
+    types: dict[str, LayerType]  # of each letter
+    name: str = field(default="", compare=False)  # of the yaml, or of the family of a model from elsewhere
+
+
+def resolve(given: dict[str, Any], n_layers: int, ctx: int, pos: dict[str, Any]) -> LayerSchedule:
+    """The schedule of a yaml of conf/layers in a run with these layers, context (tokens) and knobs of pos=."""
+    pattern, last = str(given.get("pattern", "")), given.get("last")
+    letters = {key: value for key, value in given.items() if key not in ("name", "pattern", "last")}
+    ok = bool(pattern) and set(pattern) <= letters.keys()
+    check(ok, "layers.pattern", pattern, f"made of the letters of layers=NAME: {', '.join(letters)}")
     check(last is None or last in letters, "layers.last", last, f"null or one of {', '.join(letters)}")
     of_layers = repeat_pattern(pattern, n_layers)
     of_layers = of_layers[:-1] + (last or of_layers[-1])
-    if lacking := sorted(set(pattern) - set(of_layers)):
-        reason = f"with model.n_layers={n_layers} no layer is {lacking[0]}"
-        raise UserError(f"layers.pattern={pattern}: {reason}: choose another pattern or more layers")
-    return {"pattern": of_layers, **{x: resolve_letter(x, letters[x], cfg) for x in dict.fromkeys(of_layers)}}
+    types = {letter: resolve_type(letter, letters[letter], ctx, pos) for letter in dict.fromkeys(of_layers)}
+    return LayerSchedule(of_layers, types, str(given.get("name")))
 
 
-def change_schedule(layers: dict[str, Any], changes: dict[str, Any], cfg: TrainConfig) -> dict[str, Any]:
-    """A resolved schedule with other settings of some of its letters, such as changes={"L": {"window": 32}}."""
-    result, letters = dict(layers), [key for key in layers if key != "pattern"]
-    for letter, given in changes.items():
-        right = f"left out: the layers are {' and '.join(letters)}, and another pattern needs layers=NAME"
-        check(letter in letters, f"layers.{letter}", given, right)
-        check(isinstance(given, dict), f"layers.{letter}", given, f"settings: {', '.join(TYPES)}")
-        was = layers[letter]
-        encoding = cfg.pos if "pos" in given else was["pos"] or cfg.pos  # to which a base applies
-        values = {key: was[key] for key in ("window", "sinks", "scaled")} | given
-        result[letter] = resolve_letter(letter, values, replace(cfg, pos=encoding))
-        if "pos" not in given and given.get("base") is None:
-            result[letter]["pos"] = was["pos"]
-    return result
-
-
-def check_resolved(cfg: TrainConfig) -> None:
-    """UserError if cfg.layers, read from a run, has not the resolved form."""
-    types = {"pos": dict | None, "window": int | None, "sinks": int, "scaled": bool}
-    pattern, kinds = cfg.layers.get("pattern"), {key: value for key, value in cfg.layers.items() if key != "pattern"}
-    ok = isinstance(pattern, str) and len(pattern) == cfg.model.n_layers and set(pattern) == kinds.keys()
-    for kind in kinds.values():
-        ok = ok and isinstance(kind, dict) and kind.keys() == types.keys()
-        ok = ok and all(has_type(kind[key], hint) for key, hint in types.items())
-    check(ok, "layers", cfg.layers, "as train.py saves it: a pattern, and pos, window, sinks and scaled of each letter")
+def from_saved(plain: dict[str, Any]) -> LayerSchedule:
+    """The schedule that a run saved with `asdict`."""
+    types = {x: build_from_knobs(LayerType, values, f"layers.{x}") for x, values in plain["types"].items()}
+    return LayerSchedule(plain["pattern"], types, plain["name"])
 
 
 def repeat_pattern(pattern: str, n_layers: int) -> str:
@@ -78,91 +75,42 @@ def repeat_pattern(pattern: str, n_layers: int) -> str:
     return (pattern * n_layers)[:n_layers]
 
 
-def resolve_letter(letter: str, given: Any, cfg: TrainConfig) -> dict[str, Any]:
-    """The resolved settings of one kind of layer."""
+def resolve_type(letter: str, given: Any, ctx: int, pos: dict[str, Any]) -> LayerType:
+    """A type of layer from its settings in a yaml."""
     setting = f"layers.{letter}"
-    check(isinstance(given, dict), setting, given, f"settings: {', '.join(TYPES)}")
-    for key, value in given.items():
-        check(key in TYPES, f"{setting}.{key}", value, f"left out: a kind of layer has {', '.join(TYPES)}")
-        expected = TYPES[key].__name__ if isinstance(TYPES[key], type) else str(TYPES[key]).replace("None", "null")
-        check(has_type(value, TYPES[key]), f"{setting}.{key}", value, f"of type {expected}")
-    values = DEFAULTS | given
-    return {
-        "pos": encoding_knobs(setting, values["pos"], values["base"], cfg),
-        "window": window_in_tokens(setting, values["window"], values["sinks"], cfg.ctx),
-        "sinks": values["sinks"],
-        "scaled": values["scaled"],
-    }
+    values = build_from_knobs(TypeSettings, given, setting)
+    window = window_in_tokens(setting, values.window, ctx)
+    ok = values.sinks == 0 or (values.sinks > 0 and window is not None)
+    check(ok, f"{setting}.sinks", values.sinks, "at least 0, and 0 without a window: every query sees all tokens")
+    return LayerType(encoding_knobs(setting, values, ctx, pos), window, values.sinks, values.scaled)
 
 
-def encoding_knobs(setting: str, name: str | None, base: float | None, cfg: TrainConfig) -> dict[str, Any] | None:
-    """The knobs of the encoding of a kind of layer, with this base if it is given; None for those of the run."""
+def encoding_knobs(setting: str, values: TypeSettings, ctx: int, pos: dict[str, Any]) -> dict[str, Any] | None:
+    """The knobs of a type's encoding; None for those of the run."""
+    name, base = values.pos, values.base
     if name is not None:
         check(name in choices("pos"), f"{setting}.pos", name, f"null or one of {', '.join(choices('pos'))}")
-        settings = OmegaConf.create({"ctx": cfg.ctx, "knobs": yaml_values("pos", name)})  # may refer to ${ctx}
-        knobs = typing.cast(dict[str, Any], OmegaConf.to_container(settings.knobs, resolve=True))
-    elif base is None:
-        return None
-    else:
-        knobs = cfg.pos
+        knobs = OmegaConf.create({"ctx": ctx, "knobs": yaml_values("pos", name)})  # may refer to ${ctx}
+        pos = typing.cast(dict[str, Any], OmegaConf.to_container(knobs.knobs, resolve=True))
     if base is None:
-        return knobs
+        return pos if name else None
+    check("base" in pos, f"{setting}.base", base, f"null: pos={yaml_name('pos', pos)} has no base")
     check(base >= 1, f"{setting}.base", base, "at least 1")
-    check("base" in knobs, f"{setting}.base", base, f"null: pos={yaml_name('pos', knobs)} has no base")
-    return {**knobs, "base": base}
+    return {**pos, "base": base}
 
 
-def window_in_tokens(setting: str, window: float | None, sinks: int, ctx: int) -> int | None:
-    """The window of a kind of layer in tokens. In a yaml a whole number is in tokens, another is a fraction of ctx."""
+def window_in_tokens(setting: str, window: float | None, ctx: int) -> int | None:
     if window is None:
-        check(sinks == 0, f"{setting}.sinks", sinks, "0 without a window: every query sees all tokens")
         return None
     ok = window >= 1 if isinstance(window, int) else 0 < window <= 1
     check(ok, f"{setting}.window", window, "null, a number of tokens, or a fraction of ctx above 0.0 and at most 1.0")
-    check(sinks >= 0, f"{setting}.sinks", sinks, "at least 0")
     return window if isinstance(window, int) else max(1, round(window * ctx))
 
 
-def describe_layers(cfg: TrainConfig) -> str:
-    """The schedule's name, its pattern, and what differs from the yaml: `swan (GLLL) L.window=32, L.sinks=4`."""
-    name = closest_yaml(cfg)
-    flat = flatten(cfg.layers, cfg)
-    usual = flatten(resolved_yaml(name, cfg), cfg)
-    changed = [f"{key}={value}" for key, value in flat.items() if key != "pattern" and usual.get(key, value) != value]
-    return " ".join([f"{name} ({cfg.layers['pattern']})", ", ".join(changed)]).rstrip()
-
-
-def closest_yaml(cfg: TrainConfig) -> str:
-    """The name of the yaml of conf/layers from which the run's schedule differs least: the one that the user typed.
-
-    Windows are compared only between yamls that are otherwise equally close, because they are what users change most.
-    """
-    settings = flatten(cfg.layers, cfg).items()
-
-    def differences(name: str) -> tuple[int, int]:
-        unequal = settings ^ flatten(resolved_yaml(name, cfg), cfg).items()
-        return len([key for key, _ in unequal if not key.endswith(".window")]), len(unequal)
-
-    return min((name for name in choices("layers") if name != "uniform"), key=differences)
-
-
-def resolved_yaml(name: str, cfg: TrainConfig) -> dict[str, Any]:
-    """The resolved form of conf/layers/NAME.yaml for the other settings of cfg; {} if it does not fit them."""
-    try:
-        return resolve_layers(replace(cfg, layers=yaml_values("layers", name)))
-    except UserError:
-        return {}
-
-
-def flatten(layers: dict[str, Any], cfg: TrainConfig) -> dict[str, str]:
-    """The settings of all kinds of layer in one dict: {"L": {"window": 8}} becomes {"L.window": "8"}.
-
-    A kind of layer that sets no encoding has the one of pos=.
-    """
-    flat = {}
-    for letter, values in layers.items():
-        items = values.items() if isinstance(values, dict) else [(None, values)]
-        for key, value in items:
-            text = describe_knobs("pos", value or cfg.pos) if key == "pos" else str(value)
-            flat[letter if key is None else f"{letter}.{key}"] = text
-    return flat
+def describe(schedule: LayerSchedule) -> str:
+    """The schedule's name, its pattern, and what the types of layer have: `swan (GLLL) G.pos=none, L.window=32`."""
+    usual, shown = asdict(LayerType()), []
+    for letter, layer_type in schedule.types.items():
+        values = asdict(layer_type) | {"pos": layer_type.pos and describe_knobs("pos", layer_type.pos)}
+        shown += [f"{letter}.{key}={value}" for key, value in values.items() if value != usual[key]]
+    return " ".join([f"{schedule.name} ({schedule.pattern})", ", ".join(shown)]).rstrip()

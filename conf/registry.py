@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from conf.errors import UserError
+from conf.errors import UserError, check
 
 ROOT = Path(__file__).parent.parent
 
@@ -85,17 +85,24 @@ def build_from_knobs(function: Callable, knobs: dict[str, Any], group: str, *arg
 
     build_from_knobs(scale, {"kind": "pi", "factor": 2.0}, "scaling", trained, n) is scale(trained, n, factor=2.0).
     """
-    parameters = inspect.signature(function).parameters
+    check_type(group, knobs, dict)
+    values, signature = {k: v for k, v in knobs.items() if k != "kind"}, inspect.signature(function)
+    try:
+        signature.bind(*args, **values)
+    except TypeError as e:
+        names = ", ".join(list(signature.parameters)[len(args) :]) or "none"
+        raise UserError(f"{group or 'settings'}: {e}; there are {names}") from None
     hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
-    accepted = list(parameters)[len(args) :]
-    values = {k: v for k, v in knobs.items() if k != "kind"}
-    required = {key for key in accepted if parameters[key].default is inspect.Parameter.empty}
-    fit = all(has_type(value, hints.get(key, Any)) for key, value in values.items())
-    if not (fit and required <= values.keys() <= set(accepted)):
-        from conf.knob_errors import knob_error
-
-        raise knob_error(group, knobs, accepted, required, hints)
+    for key, value in values.items():
+        check_type(f"{group}.{key}".lstrip("."), value, hints.get(key, Any))
     return function(*args, **values)
+
+
+def check_type(setting: str, value: Any, hint: Any) -> None:
+    """UserError unless a value from YAML or JSON fits a type hint."""
+    name = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    limit = ", and finite" if "float" in name else ", and below 2^63" if "int" in name else ""
+    check(has_type(value, hint), setting, value, f"of type {name}{limit}")
 
 
 def has_type(value: Any, hint: Any) -> bool:

@@ -1,23 +1,22 @@
-"""Types and ranges of train.py's settings. YAML holds the values; after `train_config` the code sees dataclasses.
+"""Every setting of train.py, eval.py and sample.py: its type, default, meaning and range, once.
 
-A range stands beside its field, as Annotated[type, rule]. The knobs of an encoding, a scaling method, a corpus or a
-task are typed by the signature of its function: conf/registry.py. The settings of eval.py are in conf/eval_schema.py,
-those of sample.py in sample.py.
+`from_hydra` turns Hydra's configuration into these dataclasses. The knobs of an encoding, a scaling method, a corpus or
+a task are typed by the signature of its function: conf/registry.py.
 """
 
-import functools
+import copy
 import re
-import typing
 from collections.abc import Callable
-from dataclasses import dataclass, field, is_dataclass
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from conf import layer_schedule
 from conf.errors import UserError, check
-from conf.registry import choices, yaml_values
+from conf.registry import build_from_knobs, check_type, choices, has_type, yaml_values
 
 # ---- rules ----
 
@@ -46,35 +45,43 @@ def one_of(*names: str) -> Rule:
     return Rule(lambda x: x in names, f"{', '.join(names[:-1])} or {names[-1]}")
 
 
-LIMIT = 2**63  # what 64 bits hold
 SIZE = between(1, 2**24)  # far above any model's, and products of two fit 64 bits
-SEED = between(0, 2**63 - 1)  # what torch takes
-CHOSEN = Rule(lambda x: isinstance(x.get("kind"), str), "chosen: a name, not removed")
 FOLDER = Rule(bool, "the path of a folder")
-PROJECT = Rule(lambda x: bool(re.fullmatch(r"[^/\\#?%:]{1,128}", x)), "1 to 128 characters without / \\ # ? % :")
+CHOSEN = Rule(lambda x: isinstance(x.get("kind"), str), "chosen: a name, not removed")
+NAME = Rule(lambda x: bool(re.fullmatch(r"[\w-][\w.-]{,199}", x, re.A)), "at most 200 letters, digits, . _ -")
 SHARE = Rule(lambda x: 0 <= x <= 1, "between 0 and 1")
 MOMENTUM = Rule(lambda x: 0 <= x < 1, "at least 0 and less than 1")
+TEMPERATURE = Rule(lambda x: x == 0 or x >= 0.001, "0 or at least 0.001")  # logits are divided by it, in float32
+DECODE = one_of("exact", "rebased")
+RESIDUAL = one_of("serial", "serial_post", "serial_both", "parallel", "parallel_shared")
+LENGTHS = Rule(
+    lambda x: x != [] and all(has_type(n, int) and n >= 1 for n in (x if isinstance(x, list) else [x])),
+    "a whole number of at least 1, or a list of them: ctx=8192 or ctx=[256,1024]",
+)
 DATA_RULES = {  # of the keys that every corpus has
     "tokenizer": one_of("bpe", "bytes", "gpt2"),
-    "vocab_size": Rule(lambda x: isinstance(x, int) and 257 <= x <= 2**18, "a whole number from 257 to 262144"),
-    "holdout": Rule(lambda x: isinstance(x, int) and x >= 1, "a whole number, at least 1"),
+    "vocab_size": Rule(lambda x: has_type(x, int) and 257 <= x <= 2**18, "a whole number from 257 to 262144"),
+    "holdout": Rule(lambda x: has_type(x, int) and x >= 1, "a whole number of at least 1"),
 }
 
 
-def check_rules(settings: Any, prefix: str = "") -> None:
-    """UserError for the first field whose value breaks the rule in its annotation, or is not finite.
+def setting(default: Any, meaning: str, rule: Rule | None = None) -> Any:
+    """A field of a dataclass of settings. meaning: for --help; rule: its range, which `check_rules` tests."""
+    metadata = {"help": meaning, "rule": rule}
+    if isinstance(default, dict | list):
+        return field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
-    Nested dataclasses are included. Numbers among the knobs of a group are checked by `build_from_knobs`.
-    """
-    for name, hint in typing.get_type_hints(type(settings), include_extras=True).items():
-        value = getattr(settings, name)
+
+def check_rules(settings: Any, prefix: str = "") -> None:
+    """UserError for the first field, also of a nested dataclass, with a value that breaks its rule."""
+    for f in fields(settings):
+        name, value, rule = prefix + f.name, getattr(settings, f.name), f.metadata.get("rule")
         if is_dataclass(value):
-            check_rules(value, f"{prefix}{name}.")
-        finite = not isinstance(value, int | float) or abs(value) < LIMIT  # false for NaN, too
-        check(finite, f"{prefix}{name}", value, "a finite number below 2^63")
-        for rule in getattr(hint, "__metadata__", ()):
-            optional = "null or " if type(None) in typing.get_args(hint.__origin__) else ""
-            check(value is None or rule.holds(value), f"{prefix}{name}", value, optional + rule.text)
+            check_rules(value, f"{name}.")
+        check(isinstance(value, dict | list) or value != MISSING, name, value, "given a value")
+        if rule and value is not None:
+            check(rule.holds(value), name, value, rule.text)
 
 
 # ---- the settings ----
@@ -84,29 +91,26 @@ def check_rules(settings: Any, prefix: str = "") -> None:
 class ModelConfig:
     """The network without its positional encoding: the keys of conf/model/*.yaml."""
 
-    n_layers: Annotated[int, between(1, 1024)] = MISSING
-    n_heads: Annotated[int, SIZE] = MISSING
-    n_kv_heads: Annotated[int | None, SIZE] = None  # None: as many as n_heads; fewer: grouped-query attention
-    head_dim: Annotated[int | None, SIZE] = None  # None: width / n_heads
-    width: Annotated[int, SIZE] = MISSING
-    mlp: Annotated[str, one_of("gelu", "gelu_exact", "relu2", "swiglu", "geglu")] = "gelu"  # gelu: tanh approximation
-    mlp_ratio: Annotated[int, SIZE] = 4
-    mlp_width: Annotated[int | None, SIZE] = None  # None: mlp_ratio * width, and 2/3 of it with a gate
-    tied_head: bool = True
-    norm: Annotated[str, one_of("rms", "layer")] = "rms"  # layer: LayerNorm
-    norm_bias: bool = True  # whether LayerNorm has biases; false for Cohere 2 and MPT
-    norm_eps: Annotated[float, above(0)] = 1e-6
-    qk_norm: bool = False  # divide each head of q and k by its root mean square
-    qk_norm_weight: bool = False  # and multiply by a weight for each of its dimensions, as Qwen3
-    qk_norm_all_heads: bool = False  # by the root mean square of all heads together, as OLMo 2
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    head_bias: bool = False
-    # parallel: attention and MLP read the same x (GPT-NeoX); parallel_shared: through one norm (GPT-J);
-    # serial_post: serial, with the norms after attention and MLP instead of before them (OLMo 2);
-    # serial_both: with norms before and after them (Gemma 3)
-    residual: Annotated[str, one_of("serial", "serial_post", "serial_both", "parallel", "parallel_shared")] = "serial"
+    n_layers: int = setting(MISSING, "blocks", between(1, 1024))
+    n_heads: int = setting(MISSING, "of queries", SIZE)
+    n_kv_heads: int | None = setting(None, "null: as many as n_heads; fewer: grouped-query attention", SIZE)
+    head_dim: int | None = setting(None, "null: width / n_heads", SIZE)
+    width: int = setting(MISSING, "of the residual stream", SIZE)
+    mlp: str = setting("gelu", "gelu: by tanh", one_of("gelu", "gelu_exact", "relu2", "swiglu", "geglu"))
+    mlp_ratio: int = setting(4, "the MLP's width, as a multiple of width", SIZE)
+    mlp_width: int | None = setting(None, "null: mlp_ratio * width, and 2/3 of it with a gate", SIZE)
+    tied_head: bool = setting(True, "the head's weight is that of the token embedding")
+    norm: str = setting("rms", "layer is LayerNorm", one_of("rms", "layer"))
+    norm_bias: bool = setting(True, "whether LayerNorm has biases; false for Cohere 2 and MPT")
+    norm_eps: float = setting(1e-6, "is added to the mean square", above(0))
+    qk_norm: bool = setting(False, "divide each head of q and k by its root mean square")
+    qk_norm_weight: bool = setting(False, "and multiply by a weight for each of its dimensions, as Qwen3")
+    qk_norm_all_heads: bool = setting(False, "by the root mean square of all heads together, as OLMo 2")
+    qkv_bias: bool = setting(False, "biases of the projections to q, k and v")
+    out_bias: bool = setting(False, "a bias of the attention's output")
+    mlp_bias: bool = setting(False, "biases of the MLP")
+    head_bias: bool = setting(False, "a bias of the head")
+    residual: str = setting("serial", "_post: OLMo 2, _both: Gemma 3; parallel: NeoX, _shared: GPT-J", RESIDUAL)
 
     @property
     def head_width(self) -> int:
@@ -123,153 +127,212 @@ class ModelConfig:
 class OptimConfig:
     """AdamW and its learning-rate schedule (engine/optimizer.py): the keys of conf/optim/*.yaml."""
 
-    lr: Annotated[float, above(0)] = MISSING  # the peak
-    warmup: Annotated[int, at_least(0)] = MISSING  # steps
-    final_lr: Annotated[float, SHARE] = 0.0  # at the last step, as a share of the peak
-    beta1: Annotated[float, MOMENTUM] = 0.9
-    beta2: Annotated[float, MOMENTUM] = 0.95
-    weight_decay: Annotated[float, at_least(0)] = 0.1  # on matrices only
-    clip: Annotated[float, above(0)] = 1.0  # maximum norm of the gradient
+    lr: float = setting(MISSING, "the peak", above(0))
+    warmup: int = setting(MISSING, "steps of linear warm-up; then linear decay to the last step", at_least(0))
+    final_lr: float = setting(0.0, "at the last step, as a share of lr", SHARE)
+    beta1: float = setting(0.9, "of the mean of the gradient", MOMENTUM)
+    beta2: float = setting(0.95, "of the mean of its square", MOMENTUM)
+    weight_decay: float = setting(0.1, "on weight matrices only", at_least(0))
+    clip: float = setting(1.0, "maximum norm of the gradient", above(0))
 
 
 @dataclass
 class CommonConfig:
-    """The settings that training, evaluation and generation have in common, documented in conf/train.yaml."""
+    """The settings that training, evaluation and generation have in common."""
 
-    scaling: Annotated[dict[str, Any], CHOSEN] = field(default_factory=lambda: {"kind": "none"})
-    plus: Any = None  # names of scaling methods that are added to `scaling`; a list after `name_list`
-    dtype: Annotated[str, one_of("auto", "float32", "bfloat16")] = "auto"
-    kernel: Annotated[str, one_of("auto", "triton", "torch")] = "auto"
-    device: str = "auto"
-    runs: Annotated[str, FOLDER] = "runs"
-    cache: Annotated[str, FOLDER] = ".cache"
+    scaling: dict[str, Any] = setting({"kind": "none"}, "the scaling method past the trained context", CHOSEN)
+    plus: Any = setting([], "scaling methods added to scaling=: scaling=ntk plus=logn")  # after `validate` a list
+    dtype: str = setting("auto", "auto: bfloat16 where the hardware has it", one_of("auto", "float32", "bfloat16"))
+    kernel: str = setting("auto", "of the rotation; auto: triton where it runs", one_of("auto", "triton", "torch"))
+    device: str = setting("auto", "cuda if there is one, else cpu")
+    runs: str = setting("runs", "the folder of runs", FOLDER)
+    cache: str = setting(".cache", "the folder of prepared corpora", FOLDER)
 
     @property
     def scalings(self) -> list[dict]:
         """The knobs of the scaling method and of those added to it."""
         return [self.scaling, *(yaml_values("scaling", name) for name in self.plus or [])]
 
+    def validate(self) -> None:
+        """UserError for a value out of its range, or for values that do not fit together. Also fills in defaults."""
+        self.plus = self.plus if isinstance(self.plus, list) else [self.plus] if self.plus else []
+        known = choices("scaling")
+        check(set(self.plus) <= set(known), "plus", self.plus, f"names of conf/scaling: {', '.join(known)}")
+        check_rules(self)
+
 
 @dataclass
 class TrainConfig(CommonConfig):
-    """All settings of a training; their meaning is documented in conf/train.yaml. They are saved with the run.
+    """All settings of a training. They are saved with the run.
 
-    pos, data and scaling are the contents of one yaml of their group: `kind` and the knobs of that kind, which are
-    checked against the signature of the function they are for (conf/registry.py). MISSING: the yaml must set it.
+    pos, data, layers and scaling are the contents of one yaml of their group: `kind` and the knobs of that kind.
     """
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    pos: Annotated[dict[str, Any], CHOSEN] = field(default_factory=dict)
-    data: Annotated[dict[str, Any], CHOSEN] = field(default_factory=dict)
-    layers: dict[str, Any] = field(default_factory=dict)  # resolved by conf/layer_schedule.py; {}: uniform
-    exp: str = ""
-    attention: Annotated[str, one_of("softmax", "linear")] = "softmax"
-    init: str | None = None  # a trained run or a foreign checkpoint whose weights this one starts from
+    model: ModelConfig = field(default_factory=ModelConfig, metadata={"help": "the shape of the network"})
+    optim: OptimConfig = field(default_factory=OptimConfig, metadata={"help": "AdamW; finetune for init="})
+    pos: dict[str, Any] = setting({}, "the positional encoding", CHOSEN)
+    data: dict[str, Any] = setting({}, "the corpus", CHOSEN)
+    # A LayerSchedule, or None: uniform. From Hydra, and until `init` is known, the yaml of conf/layers
+    layers: Any = setting(None, "which layers have a window, another encoding or base: docs/layers.md")
+    exp: str = setting("", "a named experiment: a set of settings, such as exp=smoke")
+    attention: str = setting("softmax", "in all layers", one_of("softmax", "linear"))
+    init: str | None = setting(None, "start from runs/NAME, hf:FOLDER, gguf:FILE or pretrained:smollm2: docs/layers.md")
     # Set by train.py for a run with init=: name and digest of the parent run (run, weights), and the context and number
     # of tokens of the pre-training (ctx, tokens)
     pretrained: dict[str, Any] = field(default_factory=dict)
-    ctx: Annotated[int, at_least(1)] = MISSING
-    positions: Annotated[str, one_of("ordered", "random", "pose")] = "ordered"
-    longest: int | None = None  # with positions=random or pose: positions are drawn from 0 .. longest - 1
-    ctx_start: Annotated[int | None, at_least(1)] = None
-    ctx_full_at: Annotated[float, SHARE] = 0.6
-    batch_tokens: Annotated[int, at_least(1)] = MISSING
-    micro_tokens: Annotated[int, at_least(1)] = MISSING
-    steps: Annotated[int, at_least(1)] = MISSING
-    seed: Annotated[int, SEED] = 0
-    shard: bool = False
-    recompute: bool = False
-    val_every: Annotated[int, at_least(1)] = MISSING
-    val_windows: Annotated[int, at_least(1)] = MISSING
+    ctx: int = setting(256, "tokens in the training window: L", at_least(1))
+    positions: str = setting("ordered", "or drawn from a longer range than ctx", one_of("ordered", "random", "pose"))
+    longest: int | None = setting(None, "with positions=random or pose: the number of positions; null: 8 ctx")
+    ctx_start: int | None = setting(None, "rows begin with so many tokens and grow to ctx (SkyLadder)", at_least(1))
+    ctx_full_at: float = setting(0.6, "with ctx_start: the share of the steps after which rows have ctx tokens", SHARE)
+    batch_tokens: int = setting(2048, "tokens per optimiser step", at_least(1))
+    micro_tokens: int = setting(16384, "at most so many per forward pass; gradients are accumulated", at_least(1))
+    steps: int = setting(2600, "optimiser steps", at_least(1))
+    seed: int = setting(0, "of the weights and the batches", at_least(0))
+    shard: bool = setting(False, "under torchrun: split the model over the processes (FSDP2)")
+    recompute: bool = setting(False, "compute activations again in the backward pass: less memory, a third more time")
+    val_every: int = setting(650, "steps between validations", at_least(1))
+    val_windows: int = setting(256, "held-out windows of ctx tokens in each validation", at_least(1))
     # Run control: these may change when a run is resumed, as kernel, device, runs and cache may.
-    name: str | None = None
-    fresh: bool = False
-    save_every: Annotated[int, at_least(1)] = MISSING
-    log_every: Annotated[int, at_least(1)] = MISSING
-    compile: Annotated[str, one_of("auto", "true", "false")] = "auto"
-    project: Annotated[str, PROJECT] = "ropewalk"
+    name: str | None = setting(None, "runs/NAME; null makes it from what the command line changed", NAME)
+    fresh: bool = setting(False, "start over")
+    save_every: int = setting(100, "steps between checkpoints", at_least(1))
+    log_every: int = setting(10, "steps between logged points", at_least(1))
+    compile: str = setting("auto", "auto: on CUDA, and on a CPU in long runs", one_of("auto", "true", "false"))
+    project: str = setting("ropewalk", "in wandb")
+
+    def validate(self) -> None:
+        self.compile = self.compile.lower()  # YAML reads true and false as booleans, which arrive as True and False
+        super().validate()
+        check(self.batch_tokens % self.ctx == 0, "batch_tokens", self.batch_tokens, f"a multiple of ctx={self.ctx}")
+        if self.positions != "ordered":
+            self.longest = self.longest or 8 * self.ctx
+            check(self.longest >= self.ctx, "longest", self.longest, f"at least ctx={self.ctx}")
+        if self.ctx_start:
+            ok = self.ctx % self.ctx_start == 0 and self.positions == "ordered"
+            check(ok, "ctx_start", self.ctx_start, f"a divisor of ctx={self.ctx} with positions=ordered, else null")
+        m = self.model
+        ok = m.width % m.n_heads == 0 or m.head_dim is not None
+        check(ok, "model.width", m.width, f"a multiple of model.n_heads={m.n_heads}")
+        check(m.n_heads % m.kv_heads == 0, "model.n_kv_heads", m.n_kv_heads, f"a divisor of model.n_heads={m.n_heads}")
+        ok = m.qk_norm or not (m.qk_norm_weight or m.qk_norm_all_heads)
+        check(ok, "model.qk_norm", m.qk_norm, "true with model.qk_norm_weight or model.qk_norm_all_heads")
+        check(m.norm == "layer" or m.norm_bias, "model.norm_bias", m.norm_bias, "true without model.norm=layer")
+        check(not (m.tied_head and m.head_bias), "model.head_bias", m.head_bias, "false with model.tied_head")
+        for key, rule in DATA_RULES.items():
+            check(rule.holds(self.data.get(key)), f"data.{key}", self.data.get(key), rule.text)
+        if not self.init and self.layers:  # with init=RUN they depend on that run: engine/finetune.py
+            self.layers = layer_schedule.resolve(self.layers, m.n_layers, self.ctx, self.pos)
+        self.layers = self.layers or None
 
 
 # Settings that do not change the trained weights: a run is resumed although they differ (`differences`)
-RUN_CONTROL = ("name", "fresh", "save_every", "log_every", "compile", "recompute", "kernel", "device", "runs", "cache",
-               "project")  # fmt: skip
+RUN_CONTROL = (
+    *("name", "fresh", "save_every", "log_every", "compile", "recompute"),
+    *("kernel", "device", "runs", "cache", "project", "shard"),
+)
 
 
-ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+@dataclass
+class TrainedRunConfig(CommonConfig):
+    """The settings that all commands that open a trained run have in common."""
+
+    run: str | None = setting(None, "runs/NAME; null: the newest run that fits")
+    exp: str | None = setting(None, "with run=null: the newest run of this experiment", one_of(*choices("train/exp")))
 
 
-# ---- from Hydra's config to checked settings ----
+@dataclass
+class EvalConfig(TrainedRunConfig):
+    """The settings of eval.py."""
+
+    run: str | None = setting(None, "runs/NAME, hf:FOLDER, gguf:FILE or pretrained:smollm2; null: the newest that fits")
+    task: dict[str, Any] = setting({}, "what is scored at a length n", CHOSEN)
+    data: dict[str, Any] = setting({}, "of a model from elsewhere: the corpus that is scored; null: sympy")
+    ctx: Any = setting(None, "at 64, 128, ... ctx tokens; [512,1024]: at these and L; null: follows from L", LENGTHS)
+    multiples: list[float] = setting([], "further lengths as multiples of L, where ctx is no list: [1.125,1.25,1.5]")
+    documents: int = setting(32, "at most so many, or texts for each distance of an answer", at_least(1))
+    by_position: bool = setting(False, "print the loss by position in the document, too")
+    by_antecedent: bool = setting(False, "print the gain by the distance to where a target's last tokens occurred, too")
+    key_tokens: str | None = setting(None, "RUN of a longer context: print the gain where RUN needs that context, too")
+    train_ctx: int | None = setting(None, "of a model from elsewhere: L, if not in its config.json", at_least(1))
+    fresh: bool = setting(False, "measure curves again that have been measured before")
+    project: str = setting("ropewalk", "in wandb")
+
+    @property
+    def longest_ctx(self) -> int:
+        """The longest evaluated context, tokens, to which scaling.factor=fixed refers; 0 with ctx=null."""
+        return max(self.ctx) if isinstance(self.ctx, list) else self.ctx or 0
+
+    def validate(self) -> None:
+        """Also for data= and train_ctx= where the model does not come from elsewhere: a run of ours has both."""
+        super().validate()
+        ok = all(0 < m < 2**63 for m in self.multiples)
+        check(ok, "multiples", self.multiples, "numbers above 0 such as [1.25,1.5]")
+        for name, value in (("data", self.data.get("kind")), ("train_ctx", self.train_ctx)):
+            right = "left out: a trained run has its own; only hf:PATH, gguf:PATH or pretrained:NAME may have others"
+            check(value is None or ":" in (self.run or ""), name, value, right)
 
 
-def train_config(cfg: DictConfig) -> TrainConfig:
-    """The checked settings of train.py, from Hydra's configuration. UserError names the first wrong one.
+@dataclass
+class SampleConfig(TrainedRunConfig):
+    """The settings of sample.py."""
 
-    Fills in the defaults that depend on other settings: the run's name, and `longest` for random positions.
-    """
-    c: TrainConfig = to_object(cfg, TrainConfig)
-    c.compile = c.compile.lower()  # YAML reads true and false as booleans, which arrive as True and False
-    check_rules(c)
-    if not c.name:
-        from conf.run_name import default_name
-
-        c.name = default_name(c)
-    ok = bool(re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{,199}", c.name))
-    check(ok, "name", c.name, "of letters, digits, . _ -, at most 200 of them")
-    check(c.batch_tokens % c.ctx == 0, "batch_tokens", c.batch_tokens, f"a multiple of ctx={c.ctx}")
-    if c.positions != "ordered":
-        c.longest = c.longest or 8 * c.ctx
-        check(c.longest >= c.ctx, "longest", c.longest, f"at least ctx={c.ctx}")
-    if c.ctx_start:
-        check(c.ctx % c.ctx_start == 0, "ctx_start", c.ctx_start, f"null or a divisor of ctx={c.ctx}")
-        check(c.positions == "ordered", "ctx_start", c.ctx_start, f"null with positions={c.positions}")
-    c.plus = name_list(c.plus, "plus", "scaling")
-    m, d = c.model, c.data
-    ok = m.width % m.n_heads == 0 or m.head_dim is not None
-    check(ok, "model.width", m.width, f"a multiple of model.n_heads={m.n_heads}")
-    check(m.n_heads % m.kv_heads == 0, "model.n_kv_heads", m.n_kv_heads, f"a divisor of model.n_heads={m.n_heads}")
-    for key in ("qk_norm_weight", "qk_norm_all_heads"):
-        check(m.qk_norm or not getattr(m, key), f"model.{key}", getattr(m, key), "false without model.qk_norm")
-    check(m.norm == "layer" or m.norm_bias, "model.norm_bias", m.norm_bias, "true without model.norm=layer")
-    check(not (m.tied_head and m.head_bias), "model.head_bias", m.head_bias, "false with model.tied_head")
-    for key, rule in DATA_RULES.items():
-        check(rule.holds(d.get(key)), f"data.{key}", d.get(key), rule.text)
-    if c.layers and not c.init:  # with init=RUN they depend on that run: engine/finetune.py
-        from conf.layer_schedule import resolve_layers
-
-        c.layers = resolve_layers(c)
-    return c
+    prompt: str = setting("", "the text to continue, in Hydra's quotes if it has spaces at its ends or signs")
+    tokens: int = setting(200, "tokens to generate", at_least(1))
+    temperature: float = setting(0.8, "logits are divided by it; 0: always the most likely token", TEMPERATURE)
+    top_k: int | None = setting(50, "draw from the 50 most likely tokens; null: from all tokens", at_least(1))
+    seed: int = setting(0, "of the drawing", at_least(0))
+    # If the frequencies change with the length (dynamic NTK): docs/training.md
+    decode: str = setting("exact", "exact: no cache where keys change; rebased: an approximation", DECODE)
 
 
-def name_list(value: Any, setting: str, group: str) -> list[str]:
-    """A list of names of conf/GROUP, from nothing, one name or a list. UserError for an unknown name."""
-    value = [] if value in (None, "") else value if isinstance(value, list) else [value]
-    for name in value:
-        check(name in choices(group), setting, name, f"one of {', '.join(choices(group))}")
-    return value
+PARTS = {"model": ModelConfig, "optim": OptimConfig}
+SCHEMAS = {"train": TrainConfig, "eval": EvalConfig, "sample": SampleConfig}
+for _name, _schema in SCHEMAS.items():
+    ConfigStore.instance().store(name=f"{_name}_schema", node=_schema)
+
+
+# ---- from Hydra's configuration to checked settings ----
+
+
+def from_hydra(cfg: DictConfig, kind: type[Any]) -> Any:
+    """cfg as an instance of the dataclass `kind`, checked. UserError names the first wrong setting."""
+    try:
+        plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as e:  # an interpolation that cannot be resolved
+        raise UserError(str(e).splitlines()[0]) from e
+    settings = from_plain(kind, plain)
+    settings.validate()
+    return settings
+
+
+def from_plain(kind: type[Any], plain: dict) -> Any:
+    """An instance of the dataclass `kind` with these values as they are: nothing in them is interpolated."""
+    check_type("settings", plain, dict)
+    parts = {key: build_from_knobs(part, plain[key], key) for key, part in PARTS.items() if key in plain}
+    return build_from_knobs(kind, {**plain, **parts}, "")
 
 
 def from_dict(plain: dict) -> TrainConfig:
     """A TrainConfig from the dictionary in a checkpoint or a config.json. UserError if it is something else."""
-    check_rules(c := to_object(OmegaConf.create(plain), TrainConfig))
+    check_rules(c := from_plain(TrainConfig, plain))
+    c.layers = layer_schedule.from_saved(c.layers) if c.layers else None
     return c
 
 
-schema_of = functools.cache(OmegaConf.structured)  # of a dataclass; merging copies it
+# ---- comparing settings ----
 
 
-def to_object(cfg: DictConfig, kind: type[Any]) -> Any:
-    """cfg as an instance of the dataclass `kind`, with nested dataclasses.
+def differences(new: TrainConfig, old: TrainConfig) -> list[str]:
+    """`KEY=NEW (the run has OLD)` for every setting that differs, except those in RUN_CONTROL."""
+    a, b = ({k.replace("layers.types.", "layers."): v for k, v in flatten(asdict(c)).items()} for c in (new, old))
+    keys = [k for k in {**a, **b} if k not in RUN_CONTROL and a.get(k, "nothing") != b.get(k, "nothing")]
+    return [f"{k}={a.get(k, 'nothing')} (the run has {b.get(k, 'nothing')})" for k in keys]
 
-    UserError for a missing value, an unknown key, a value of a wrong type or an interpolation that cannot be resolved.
-    """
-    try:
-        # As plain values: a DictConfig may have keys that its schema lacks, added with +KEY=VALUE
-        merged = OmegaConf.merge(schema_of(kind), OmegaConf.to_container(cfg, resolve=True))
-        if missing := OmegaConf.missing_keys(merged):
-            raise UserError(f"{', '.join(sorted(missing))}: must be given a value")
-        return OmegaConf.to_object(merged)
-    except OmegaConfBaseException as e:
-        from conf.hydra_messages import settings_error
 
-        raise settings_error(e, cfg) from e
+def flatten(tree: dict, prefix: str = "") -> dict[str, Any]:
+    """{"model": {"width": 8}} -> {"model.width": 8}"""
+    flat = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

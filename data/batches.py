@@ -1,30 +1,33 @@
-"""Training batches: which windows of the training stream one step sees. A pure function of (seed, step)."""
+"""Training batches: which windows of the training stream one step sees, and at which positions.
+
+Everything here is a pure function of (seed, step), so a resumed run sees what an uninterrupted one sees.
+"""
 
 import hashlib
 from functools import lru_cache
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from conf.errors import UserError
 
 
 def batch(tokens: np.ndarray, step: int, *, seed: int, size: int, ctx: int) -> Tensor:
-    """The training windows of one step, int64 [size, ctx + 1]: a pure function of (seed, step).
+    """The training windows of one step, int64 [size, ctx + 1].
 
     tokens: the training stream, uint16 or uint32 [N]. Neighbouring windows share one token, which is the last target of
     one and the first input of the next. Each epoch cuts the stream into windows at a new random offset and visits each
     window once, in a new random order; a step can contain the end of one epoch and the start of the next. UserError if
     the stream is too short for one epoch.
     """
-    per_epoch = (len(tokens) - 1) // ctx - 1
+    per_epoch = (len(tokens) - 1) // ctx - 1  # one fewer, since the offset can take ctx - 1 tokens
     if per_epoch < 1:
         raise UserError(f"ctx={ctx}: the training split has {len(tokens)} tokens and must have more than {2 * ctx}")
     rows = []
-    for j in range(step * size, (step + 1) * size):
-        offset, order = _epoch(seed, j // per_epoch, per_epoch, ctx)
-        start = offset + int(order[j % per_epoch]) * ctx
+    for window in range(step * size, (step + 1) * size):
+        offset, order = _epoch(seed, window // per_epoch, per_epoch, ctx)
+        start = offset + int(order[window % per_epoch]) * ctx
         rows.append(tokens[start : start + ctx + 1])
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
@@ -32,5 +35,52 @@ def batch(tokens: np.ndarray, step: int, *, seed: int, size: int, ctx: int) -> T
 @lru_cache(maxsize=2)
 def _epoch(seed: int, epoch: int, windows: int, ctx: int) -> tuple[int, Tensor]:
     """(offset of the first window, 0 .. ctx - 1; order of the windows, int64 [windows]) of one epoch."""
-    g = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:7]))
+    g = _generator(f"{seed} {epoch}")
     return int(torch.randint(ctx, (), generator=g)), torch.randperm(windows, generator=g)
+
+
+def _generator(name: str) -> Generator:
+    return Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]))
+
+
+# ---- ctx_start=: rows are short at first and grow to ctx (SkyLadder, Zhu et al. 2025, arXiv 2503.15450) ----
+
+
+def row_length(step: int, steps: int, ctx: int, start: int, full_at: float) -> int:
+    """The length of the rows at a step 0 .. steps - 1, tokens.
+
+    A linear function of the step that begins at `start` and is ctx from step full_at * steps on, rounded down to a
+    divisor of ctx.
+    """
+    if step >= full_at * steps:
+        return ctx
+    length = start + int((ctx - start) * step / (full_at * steps))
+    return max(divisor for divisor in range(1, length + 1) if ctx % divisor == 0)
+
+
+def cut_rows(windows: Tensor, length: int) -> Tensor:
+    """Windows [rows, ctx + 1] -> [rows * ctx / length, length + 1], in order.
+
+    As neighbouring windows do, neighbouring pieces share one token. So all ctx targets of a window remain: every token
+    is seen as often and in the same order as without ctx_start, and only how far back attention can see differs.
+    """
+    return windows.unfold(1, length + 1, length).flatten(0, 1)
+
+
+# ---- positions=: training positions from a longer range than the window, so that large ones are known ----
+
+
+def training_positions(kind: str, step: int, *, seed: int, rows: int, ctx: int, longest: int) -> Tensor:
+    """Training positions of one step, int64 [rows, ctx], each row increasing and within 0 .. longest - 1.
+
+    kind: random, a sorted sample without repetition (Ruoss et al. 2023, arXiv 2305.16843); or pose, the window is cut
+    in two at a random place, and the positions of the second part are increased by a random number (PoSE, Zhu et al.
+    2023, arXiv 2309.10400).
+    """
+    g = _generator(f"positions {seed} {step}")
+    if kind == "random":
+        return torch.stack([torch.randperm(longest, generator=g)[:ctx].sort().values for _ in range(rows)])
+    cut = torch.randint(1, max(ctx, 2), (rows, 1), generator=g)
+    skip = torch.randint(longest - ctx + 1, (rows, 1), generator=g)
+    place = torch.arange(ctx).expand(rows, ctx)
+    return place + skip * (place >= cut)

@@ -2,54 +2,32 @@
 
 A corpus is prepared once, as files under .cache/ that are memory-mapped from then on. The name of their folder contains
 a hash of everything that determines their content: the text, the tokenizer and the number of held-out documents.
-data/preparation.py writes them.
 
     train.bin                       the training stream, uint16 or uint32, with END after every document
     val.bin                         the held-out documents one after another, the longest first
+    copied.bin                      for each token of val.bin, whether it repeats training text: data/held_out.py
     ranks.tiktoken, pattern.txt     the tokenizer; tokenizer.json, n_vocab.txt if it is that of a foreign checkpoint
     meta.json                       dtype, names and lengths of the held-out documents, sha256 of the other files
-    copied.bin                      for each token of val.bin, whether it repeats training text: data/near_copies.py
 """
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Callable
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiktoken
 
-from conf.errors import file_errors
+from conf.errors import UserError, file_errors
 from conf.registry import build_from_knobs, load_kind
 from data import tokenizer
+from data.held_out import Document, HeldOut, find_copies
 
 FORMAT = 1  # version of the files; raise it when their format changes
-DAMAGE = (ValueError, LookupError, TypeError, AttributeError)  # by files with other content than was written
 TOKENIZER_SETTINGS = ("tokenizer", "vocab_size", "holdout")  # keys of every yaml of conf/data; the others are knobs
-
-
-@dataclass(frozen=True)
-class Document:
-    """A held-out document. tokens: an integer array [N], without END."""
-
-    name: str
-    tokens: np.ndarray
-    copied: np.ndarray | None = None  # bool [N], see data/near_copies.py; None: the training text is not known
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """The text that evaluation scores: complete documents that were not trained on, in tokens of the model."""
-
-    key: str  # identifies the text and its tokens
-    vocab_size: int
-    held_out: list[Document]  # longest first
-    token_bytes: np.ndarray  # int64 [V]: the length in bytes of each token's text
-    encode: Callable[[str], list[int]]  # text -> tokens, and back
-    decode: Callable[[list[int]], str]
+DOCUMENTS_AT_ONCE = 1024  # tokenised together: in Python's lists tokens take 10 times the memory of those in the file
 
 
 @dataclass(frozen=True)
@@ -59,16 +37,15 @@ class Corpus(HeldOut):
     train: an integer array [N], all training documents one after another with END after each.
     """
 
-    encoding: tiktoken.Encoding  # or a data.checkpoint_tokenizer.CheckpointTokenizer, which has the calls used here
+    encoding: tokenizer.AnyTokenizer
     train: np.ndarray  # memory-mapped
 
 
 def prepare(cfg: dict, cache: str, tokenizer_json: str | None = None) -> Corpus:
     """The corpus of these settings (a yaml of conf/data), from the folder `cache` or else built now and stored there.
 
-    tokenizer_json: the content of that file, with data.tokenizer=checkpoint. The checksums of cached files are compared
-    on every call, and a damaged folder is built again. Safe if several processes call it at the same time. UserError if
-    the text cannot be read or the cache cannot be written.
+    tokenizer_json: the content of that file, with data.tokenizer=checkpoint. UserError if the text cannot be read, the
+    cache cannot be written or its files are not those that were written.
     """
     shaping = {name: cfg[name] for name in TOKENIZER_SETTINGS}
     shaping |= {"format": FORMAT, "corpus": call_corpus(cfg, "fingerprint")}
@@ -76,14 +53,12 @@ def prepare(cfg: dict, cache: str, tokenizer_json: str | None = None) -> Corpus:
         shaping["vocab_size"] = None
     if tokenizer_json:
         shaping["tokenizer_json"] = hashlib.sha256(tokenizer_json.encode()).hexdigest()
-    key = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
+    key = _checksum(shaping)[:16]
     folder = Path(cache) / f"{cfg['kind']}-{cfg['tokenizer']}-{key}"
-    with file_errors(f"cache={cache}: {folder.name}"), contextlib.suppress(FileNotFoundError, *DAMAGE):
+    with file_errors(f"cache={cache}: {folder.name}"):
+        if not folder.exists():
+            build(folder, cfg, tokenizer_json)
         return open_prepared(folder, key, cfg["tokenizer"])
-    from data import preparation
-
-    preparation.build(folder, key, cfg, tokenizer_json)
-    return open_prepared(folder, key, cfg["tokenizer"])
 
 
 def call_corpus(cfg: dict, function: str) -> Any:
@@ -98,32 +73,110 @@ def call_corpus(cfg: dict, function: str) -> Any:
 
 
 def open_prepared(folder: Path, key: str, kind: str) -> Corpus:
-    """The corpus in a folder that data/preparation.py wrote. kind: of the tokenizer.
-
-    An exception of DAMAGE if a file has changed since, FileNotFoundError if one is missing.
-    """
-    meta = json.loads((folder / "meta.json").read_text())
-    for name, digest in meta["sha256"].items():
-        if sha256(folder / name) != digest:
-            raise ValueError(f"{name} differs from what was written")
-    dtype = {"uint16": np.uint16, "uint32": np.uint32}[meta["dtype"]]
+    """The corpus in a folder that `build` wrote. kind: of the tokenizer. UserError if a file has changed since."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        intact = meta.pop("sum") == _checksum(meta)
+        intact = intact and all(_sha256(folder / name) == digest for name, digest in meta["sha256"].items())
+    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):  # content of any shape
+        intact = False
+    if not intact:
+        raise UserError(f"{folder}: its files are not those that were written: remove the folder, to prepare it again")
+    dtype = np.dtype(meta["dtype"])
     train, val = (np.memmap(folder / name, dtype=dtype, mode="r") for name in ("train.bin", "val.bin"))
-    ends = np.cumsum([length for _, length in meta["held_out"]])
-    names, copied = [name for name, _ in meta["held_out"]], np.fromfile(folder / "copied.bin", dtype=bool)
-    # An earlier version wrote no sum
-    if meta.pop("sum", None) not in (None, checksum(meta)) or not ends[-1] == len(val) == len(copied):
-        raise ValueError("meta.json differs from what was written")
-    held_out = [Document(*x) for x in zip(names, np.split(val, ends[:-1]), np.split(copied, ends[:-1]), strict=True)]
+    copied = np.fromfile(folder / "copied.bin", dtype=bool)
+    names, lengths = zip(*meta["held_out"], strict=True)
+    ends = np.cumsum(lengths)[:-1]
+    held_out = [Document(*x) for x in zip(names, np.split(val, ends), np.split(copied, ends), strict=True)]
     encoding = tokenizer.load(kind, folder)
-    token_bytes = tokenizer.token_bytes(encoding)
-    coders = encoding.encode_ordinary, encoding.decode
-    return Corpus(key, len(token_bytes), held_out, token_bytes, *coders, encoding, train)
+    sizes = tokenizer.token_bytes(encoding)
+    return Corpus(key, len(sizes), held_out, sizes, encoding.encode_ordinary, encoding.decode, encoding, train)
 
 
-def checksum(meta: dict) -> str:
-    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+def _checksum(values: dict) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def sha256(path: Path) -> str:
+def _sha256(path: Path) -> str:
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+# ---- preparing ----
+
+
+def build(folder: Path, cfg: dict, tokenizer_json: str | None) -> None:
+    """Write the corpus of cfg (a yaml of conf/data) to a new folder. tokenizer_json: see `prepare`.
+
+    It is written to a temporary folder beside it and renamed, so that no reader ever sees an incomplete one. If another
+    process was faster, its folder stays: the content is the same.
+    """
+    documents = call_corpus(cfg, "documents")  # (name, text)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary:
+        complete = Path(temporary, "corpus")  # its permissions are those of other folders, not of temporary ones
+        complete.mkdir()
+        _write(complete, cfg, documents, tokenizer_json)
+        try:
+            complete.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+
+
+def split(documents: list[tuple[str, str]], holdout: int) -> tuple[list, list]:
+    """Split (name, text) pairs into (training documents, held-out documents); no document is cut.
+
+    In the order of decreasing length, every third document is held out, until there are `holdout`. So many held-out
+    documents are long enough for long contexts, and the training documents have similar lengths and content.
+    """
+    longest_first = sorted(documents, key=lambda d: (-len(d[1]), d[0]))
+    held_out = longest_first[0::3][:holdout]
+    names = {name for name, _ in held_out}
+    return [d for d in documents if d[0] not in names], held_out
+
+
+def held_out_texts(cfg: dict) -> list[tuple[str, str]]:
+    """(name, text) of the documents that the corpus of cfg holds out."""
+    return split(call_corpus(cfg, "documents"), cfg["holdout"])[1]
+
+
+def _write(folder: Path, cfg: dict, documents: list[tuple[str, str]], tokenizer_json: str | None) -> None:
+    """Split and tokenise the documents and write the files of the corpus."""
+    train, held_out = split(documents, cfg["holdout"])
+    if not train or not held_out:
+        raise UserError(f"data: {len(documents)} documents with text: at least 2 are needed, as some are held out")
+    encoding = _tokenizer(cfg, train, held_out, tokenizer_json)
+    dtype = np.dtype(np.uint16 if encoding.n_vocab <= 2**16 else np.uint32)
+    with (folder / "train.bin").open("wb") as f:
+        for start in range(0, len(train), DOCUMENTS_AT_ONCE):
+            texts = [text for _, text in train[start : start + DOCUMENTS_AT_ONCE]]
+            for tokens in encoding.encode_ordinary_batch(texts):
+                f.write(np.array([*tokens, encoding.eot_token], dtype=dtype).tobytes())
+    held_out_tokens = [np.array(t, dtype=dtype) for t in encoding.encode_ordinary_batch([text for _, text in held_out])]
+    val = np.concatenate(held_out_tokens)
+    val.tofile(folder / "val.bin")
+    stream = np.memmap(folder / "train.bin", dtype=dtype, mode="r")
+    np.concatenate(find_copies(stream, held_out_tokens)).tofile(folder / "copied.bin")
+    tokenizer.save(encoding, folder)
+    meta = {
+        "dtype": dtype.name,
+        "held_out": [[name, len(tokens)] for (name, _), tokens in zip(held_out, held_out_tokens, strict=True)],
+        "sha256": {path.name: _sha256(path) for path in sorted(folder.iterdir())},
+    }
+    (folder / "meta.json").write_text(json.dumps({**meta, "sum": _checksum(meta)}, indent=1), encoding="utf-8")
+    counts = f"{len(train)} training documents ({len(stream):,} tokens), {len(held_out)} held out ({len(val):,} tokens)"
+    print(f"data: {counts}, vocabulary {encoding.n_vocab}", file=sys.stderr)
+
+
+def _tokenizer(cfg: dict, train: list, held_out: list, tokenizer_json: str | None) -> tokenizer.AnyTokenizer:
+    """The tokenizer for these (name, text) pairs. UserError if that of a checkpoint does not fit them."""
+    if not tokenizer_json:
+        return tokenizer.train(cfg["tokenizer"], cfg["vocab_size"], (text for _, text in train))
+    encoding = tokenizer.CheckpointTokenizer(tokenizer_json, cfg["vocab_size"])
+    if encoding.eot_token < 0:
+        raise UserError(f"the tokenizer has none of {', '.join(tokenizer.NAMES_OF_END)} to end a document with")
+    sizes = encoding.token_bytes()
+    for name, text in held_out:
+        encoding.check(name, text, encoding.encode_ordinary(text), sizes)
+    return encoding

@@ -1,53 +1,41 @@
-"""Save, load and find trained runs. A run is a folder runs/NAME with config.json and ckpt.pt."""
+"""The checkpoint of a run, runs/NAME/ckpt.pt: save it, load it, resume from it.
+
+One format for a run of one process and of several: with shard=true the full state is gathered on rank 0 to be saved,
+and sent from there when the run is resumed. config.json beside it has the same settings, for readers and for finding
+runs without loading weights.
+"""
 
 import hashlib
 import json
-import os
-import shutil
+import pickle
 import zipfile
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from conf.errors import OneRankError, UserError, file_errors
+from conf.errors import UserError
 from conf.registry import has_type
-from conf.schema import TrainConfig, from_dict
+from conf.schema import TrainConfig, differences, from_dict
+from engine import distributed
+from engine.files import write_atomically
 
-FORMAT = 1  # version of ckpt.pt; raise it when its keys change
+FORMAT = 2  # version of ckpt.pt; raise it when its keys change
 # Types of the parts of a checkpoint
-PARTS = {"config": dict, "model": dict[str, torch.Tensor], "optimizer": dict, "step": int, "corpus": str,
-         "tokenizer": str | None, "seconds": float, "validation": dict[str, float]}  # fmt: skip
-
-
-def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Call write(file) on a temporary file, then rename it: path is the old file or the new one, never a part of one.
-
-    UserError if it cannot be written (a full disk, no permission); the old file is then unchanged.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if leftovers := list(path.parent.glob(f".{path.name}.*")):
-            from conf.leftovers import remove_leftovers
-
-            remove_leftovers(leftovers)
-        with temporary.open("wb") as f:
-            write(f)
-            f.flush()
-            os.fsync(f.fileno())
-        temporary.replace(path)
-    except (OSError, RuntimeError) as e:  # torch.save turns some OSErrors into RuntimeErrors
-        from conf.failures import reason
-
-        unchanged = "; the previous one is unchanged" if path.exists() else ""
-        raise OneRankError(f"{path}: cannot be written ({reason(e)}){unchanged}") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+PARTS = {
+    **{"config": dict, "model": dict[str, Tensor], "optimizer": dict, "step": int, "corpus": str},
+    **{"tokenizer": str | None, "seconds": float, "validation": dict[str, float]},
+}
+# What a file of another content makes torch and our own checks raise
+ERRORS = (
+    *(OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError),
+    *(pickle.UnpicklingError, zipfile.BadZipFile),
+)
 
 
 def start(run: Path, cfg: TrainConfig) -> None:
@@ -56,50 +44,42 @@ def start(run: Path, cfg: TrainConfig) -> None:
     Weights of an earlier run in this folder (fresh=true) are removed first, so that they never appear next to settings
     that they do not belong to.
     """
-    with file_errors(run):
-        (run / "ckpt.pt").unlink(missing_ok=True)
-    shutil.rmtree(run / "shards", ignore_errors=True)
-    write_settings(run, cfg)
-
-
-def write_settings(run: Path, cfg: TrainConfig) -> None:
-    """Write config.json of the run in folder `run`."""
+    (run / "ckpt.pt").unlink(missing_ok=True)
     write_atomically(run / "config.json", lambda f: f.write(json.dumps(asdict(cfg), indent=1).encode()))
 
 
+# ---- the file ----
+
+
 def save(run: Path, state: dict[str, Any]) -> None:
-    """Write ckpt.pt of the run in folder `run`, atomically. state: config, model, optimizer, step, corpus, ..."""
+    """Write ckpt.pt of the run in folder `run`, atomically.
+
+    state: config, model and optimizer as state dicts, step, corpus (its key), tokenizer (as JSON, or None), seconds of
+    training, validation (its last result).
+    """
     write_atomically(run / "ckpt.pt", lambda f: torch.save({"format": FORMAT, **state}, f))
-    shutil.rmtree(run / "shards", ignore_errors=True)  # ckpt.pt replaces them: engine/shards.py
 
 
 def load(run: Path) -> dict[str, Any]:
     """The state that `save` wrote, with its tensors on the CPU, and under the key cfg its TrainConfig.
 
-    torch unpickles only tensors and plain values (weights_only=True). UserError if the file is missing or damaged (the
-    checksum of every part is compared), from another version, or if its weights are not finite.
+    torch unpickles only tensors and plain values (weights_only=True). UserError if the file is missing, damaged (the
+    checksum of every part is compared) or from another version, or if its weights are not finite.
     """
-    state = read(run / "ckpt.pt")
-    with reading(run / "ckpt.pt"):
-        for name, x in state["model"].items():
-            if x.dtype != torch.float32 or not x.isfinite().all():
-                raise UserError(f"{name} has values that are not finite float32 numbers (NaN or Inf)")
-    return state
-
-
-def read(path: Path, parts: dict[str, Any] = PARTS) -> dict[str, Any]:
-    """The content of a file of a checkpoint with these parts, and the key cfg. UserError as of `load`."""
+    path = run / "ckpt.pt"
     with reading(path):
         with zipfile.ZipFile(path) as archive:  # torch writes the CRC-32 of each part, but does not compare it
             if part := archive.testzip():
-                raise zipfile.BadZipFile(f"the checksum of {part} differs")
+                raise ValueError(f"the checksum of {part} differs")
         state = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(state, dict) or state.get("format") != FORMAT:
-            raise UserError("not written by this version of ropewalk")
-        if wrong := [key for key, hint in parts.items() if not has_type(state.get(key), hint)]:
-            raise UserError(f"not a checkpoint that ropewalk wrote: its {wrong[0]} is missing or of a wrong type")
-        state["cfg"] = from_dict(state["config"]) if "config" in parts else None
-    return state
+            raise ValueError("it is of another version, or no checkpoint")
+        if wrong := [key for key, hint in PARTS.items() if not has_type(state.get(key), hint)]:
+            raise ValueError(f"its {wrong[0]} is missing or of a wrong type")
+        for name, x in state["model"].items():
+            if x.dtype != torch.float32 or not x.isfinite().all():
+                raise ValueError(f"{name} has values that are not finite float32 numbers (NaN or Inf)")
+        return {**state, "cfg": from_dict(state["config"])}
 
 
 @contextmanager
@@ -107,13 +87,60 @@ def reading(path: Path) -> Generator[None]:
     """Context manager: an error inside it is due to the content of the file at path, or to the machine: UserError."""
     try:
         yield
-    except Exception as e:
-        from engine.failures import explain_reading
+    except ERRORS as e:
+        reason = (str(getattr(e, "strerror", None) or e) or type(e).__name__).splitlines()[0]
+        raise UserError(f"{path}: cannot be read as a checkpoint of this version ({reason})") from e
 
-        raise explain_reading(path, e) from None
+
+def digest(weights: dict[str, Tensor]) -> str:
+    """The sha256 of weights in hexadecimal. Curves and fine-tuned runs store it to identify what they belong to."""
+    sha = hashlib.sha256()
+    for name in sorted(weights):
+        sha.update(name.encode())
+        sha.update(weights[name].detach().cpu().contiguous().numpy().tobytes())
+    return sha.hexdigest()
 
 
-def digest(run: Path) -> str:
-    """The sha256 of the checkpoint in hexadecimal. Curves and fine-tuned runs store it to identify the weights."""
-    with (run / "ckpt.pt").open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+# ---- the state of a training ----
+
+
+def last_state(run: Path, cfg: TrainConfig) -> dict[str, Any] | None:
+    """The last checkpoint of the run in folder `run`, to be resumed with cfg; None without one, or with fresh=true.
+
+    UserError if it was trained with other settings (except RUN_CONTROL of conf/schema.py), or if the ranks see
+    different checkpoints.
+    """
+    state = load(run) if not cfg.fresh and (run / "ckpt.pt").exists() else None
+    distributed.assert_same(f"the step that {run} was saved at", state and state["step"])
+    if state and (different := differences(cfg, state["cfg"])):
+        raise UserError(f"{run} has other settings: {', '.join(different)}: choose name=NEW or fresh=true")
+    return state
+
+
+def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """{"model": weights, "optimizer": its state by parameter names}, for `save`.
+
+    All ranks call it. The result of rank 0 is complete and on the CPU; that of the others may be empty.
+    """
+    state_dicts = distributed.state_dicts()
+    options = state_dicts.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = state_dicts.get_state_dict(model, optimizer, options=options)
+    return {"model": weights, "optimizer": moments}
+
+
+def restore(run: Path, state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
+    """Load weights and moments of a checkpoint into model and optimizer, in place. All ranks call it.
+
+    The options of the optimizer (learning rate, betas ...) stay those of the settings.
+    """
+    state_dicts = distributed.state_dicts()
+    options = state_dicts.StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed.world() > 1)
+    weights, moments = (state["model"], state["optimizer"]) if distributed.rank() == 0 else ({}, {})
+    chosen = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    with reading(run / "ckpt.pt"):
+        if state["model"].keys() != model.state_dict().keys():  # torch would leave a lost weight as it was drawn
+            raise ValueError("its weights are those of another model")
+        state_dicts.set_model_state_dict(model, weights, options=options)
+        state_dicts.set_optimizer_state_dict(model, optimizer, moments, options=options)
+    for group, values in zip(optimizer.param_groups, chosen, strict=True):
+        group.update(values)

@@ -1,7 +1,7 @@
-"""Where and how a model computes: the device, the precision, the rotation's implementation, compiled or not."""
+"""Where and how a model computes: the device, the precision, and what a GPU can do."""
 
 import ctypes
-import shutil
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -10,21 +10,34 @@ import torch
 from torch import nn
 
 import kernels
-from conf.errors import UserError, check
+from conf.errors import UserError
 from engine import distributed
 from model.gpt import of_encoding
 
-# Below this many FLOPs of training a cold compile (about half a minute on two cores) costs more than it gains.
-COMPILE_GAINS_FROM = 4e13
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
+
+# Dense bfloat16 matrix FLOP/s with float32 accumulation, from NVIDIA's data sheets. The first name that matches counts,
+# so "H100 PCIe" stands before "H100". The sheets of Hopper and later print twice these numbers, which are with
+# sparsity.
+PEAKS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
 
 
 def start(device: str, kernel: str, many_lengths: bool = False) -> torch.device:
     """Prepare a command: pick the device, select the implementation of the rotation, and join the torchrun job.
 
     device: auto, cpu, cuda or cuda:1. kernel: auto, triton or torch. many_lengths: the sequences will have many
-    lengths, for each of which cuDNN's attention would first search a plan (0.4 s), so it is switched off. UserError if
-    the device or the kernel cannot be used here.
+    lengths, for each of which cuDNN's attention would first search a plan, so it is switched off. UserError if the
+    device or the kernel cannot be used here.
     """
     # On a CPU an operation with numbers below 1e-38 takes ten times as long: FoX's probabilities double a step's time.
     # Threads inherit this from the one that starts them, so it comes before the first large operation.
@@ -46,29 +59,30 @@ def pick_device(name: str) -> torch.device:
     does not exist or cannot allocate memory.
     """
     name = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-    if name == "cuda" and distributed.world() > 1:
-        from engine.ddp_fsdp import own_gpu
-
-        name = own_gpu()
     try:
         device = torch.device(name)
+        if name == "cuda" and distributed.world() > 1:
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
         torch.zeros(1, device=device).item()  # the meta device cannot
-    except (RuntimeError, AssertionError, NotImplementedError) as e:
+    except (RuntimeError, AssertionError) as e:
         raise UserError(f"device={name}: cannot be used here ({str(e).splitlines()[0]})") from None
-    check(device.type != "cpu" or not device.index, "device", name, "cpu: a machine has one")
     return device
 
 
 def keep_freed_memory() -> None:
     """Have glibc's malloc keep freed memory for the next training step, where there is a glibc.
 
-    By default it returns memory to the kernel in most steps of a small model and gets it again as up to 19,000 new
-    pages, which takes 20 of 120 ms. A process whose allocations are of many sizes, as in evaluation, gains nothing.
+    By default it returns memory to the kernel in most steps of a small model and gets it again as new pages. A process
+    whose allocations are of many sizes, as in evaluation, gains nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     # Bytes. Before glibc 2.35 the second one is at most 2^25. The first one alone would make other tensors slower
     if mallopt and (mallopt(M_MMAP_THRESHOLD, 2**30) or mallopt(M_MMAP_THRESHOLD, 2**25)):
         mallopt(M_TRIM_THRESHOLD, 2**30)
+
+
+# ---- precision ----
 
 
 def uses_bfloat16(device: torch.device, dtype: str) -> bool:
@@ -81,25 +95,6 @@ def uses_bfloat16(device: torch.device, dtype: str) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-
-
-def should_compile(setting: str, device: torch.device, flops: float) -> bool:
-    """Whether to compile. setting: true, false or auto; flops: of the complete training.
-
-    auto compiles on CUDA, and on a CPU if a C++ compiler is installed and the training is long enough to save more
-    time than the compilation takes.
-    """
-    pays = flops > COMPILE_GAINS_FROM and any(map(shutil.which, ("g++", "clang++")))
-    return device.type == "cuda" or pays if setting == "auto" else setting == "true"
-
-
-def tokens_per_pass(device: torch.device, model: nn.Module) -> int:
-    """How many tokens to evaluate in one forward pass, in several windows where they are short."""
-    if device.type != "cuda":
-        return 2048  # so that activations stay in a CPU's cache: 1.2 times the speed of 8192
-    from engine.gpu_limits import tokens_that_fit
-
-    return tokens_that_fit(device, model)
 
 
 def linear_layers(model: nn.Module) -> Iterator[nn.Linear]:
@@ -118,3 +113,32 @@ def store_in_bfloat16(model: nn.Module) -> None:
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager:
     """torch.autocast to bfloat16, disabled where `uses_bfloat16` is false. float32 weights are cast in each pass."""
     return torch.autocast(device.type, torch.bfloat16, enabled=uses_bfloat16(device, dtype))
+
+
+# ---- what a GPU can do ----
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """FLOP/s of one GPU; None where it is not known: another GPU, a slice of one (MIG), a CPU, float32."""
+    if device.type != "cuda" or not uses_bfloat16(device, dtype):
+        return None
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(gpu: str) -> float | None:
+    """FLOP/s of the GPU with this name, as torch.cuda.get_device_name returns it; None if it is not in PEAKS."""
+    words = f" {gpu.replace('-', ' ')} "
+    return None if " MIG " in words else next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
+
+
+def tokens_per_pass(device: torch.device, model: nn.Module) -> int:
+    """How many tokens to evaluate in one forward pass, in several windows where they are short.
+
+    On a GPU as many as fit in a quarter of the free memory, on a CPU so few that activations stay in its cache.
+    """
+    if device.type != "cuda":
+        return 2048
+    widest = max(m.out_features for m in model.modules() if isinstance(m, nn.Linear))
+    # At most 8 float32 activations of that width at a time; a power of two, since the free memory varies a little
+    tokens = torch.cuda.mem_get_info(device)[0] // (4 * 32 * widest)
+    return max(2048, min(2**18, 1 << (tokens.bit_length() - 1)))

@@ -1,25 +1,48 @@
-"""One process or several (torchrun --nproc_per_node=N train.py), behind one set of calls.
+"""One process or several (torchrun --nproc_per_node=N train.py) behind one set of calls.
 
-`ranks()` is a OneProcess, whose methods do nothing, or, under torchrun, the ManyProcesses of engine/ddp_fsdp.py, which
-is imported only there. All ranks draw the same global batch and keep their rows of it. Rank 0 alone writes and prints.
+With one process a call returns its argument. With several, all ranks make the same calls in the same order: they draw
+the same global batch and keep their rows of it; gradients are averaged (DDP), and shard=true splits parameters,
+gradients and the optimizer's state as well (FSDP2). Rank 0 alone writes and prints. If a process dies, torchrun ends
+the others.
 """
 
+import atexit
+import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from conf.errors import check, rank
-from conf.schema import TrainConfig
+from conf.errors import UserError, check
 from model.gpt import GPT
+
+TIMEOUT = timedelta(hours=3)  # of a collective: rank 0 may be preparing a large corpus
+
+
+def rank() -> int:
+    """The number of this process in a torchrun job, 0 .. WORLD_SIZE - 1; 0 without torchrun."""
+    return int(os.environ.get("RANK", 0)) if "WORLD_SIZE" in os.environ else 0
 
 
 def world() -> int:
     """The number of processes of this job: torchrun sets WORLD_SIZE, RANK and LOCAL_RANK."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else 1
+
+
+def join(device: torch.device) -> None:
+    """Join the other processes of a torchrun job. The jobs of a sweep share one process group."""
+    if world() > 1 and not dist.is_initialized():
+        # gloo beside nccl: what the ranks exchange on the CPU never waits for the GPU
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=TIMEOUT)
+        atexit.register(dist.destroy_process_group)
 
 
 def local_rows(batch_tokens: int, ctx: int) -> slice:
@@ -29,86 +52,181 @@ def local_rows(batch_tokens: int, ctx: int) -> slice:
     return slice(rank() * rows // n, (rank() + 1) * rows // n)
 
 
-class OneProcess:
-    """The calls of training and evaluation to the other ranks, for a job of one process."""
+# ---- what rank 0 does ----
 
-    def rank0_first(self) -> AbstractContextManager:
-        """Rank 0 runs the body first, the others after it. A UserError of rank 0 is raised on every rank."""
-        return nullcontext()
 
-    def on_rank0(self, work: Callable[[], Any]) -> None:
-        """Rank 0 calls work while the others wait."""
-        with self.rank0_first():
-            if rank() == 0:
-                work()
+def say(line: str) -> None:
+    """Print a line, on rank 0 only."""
+    if rank() == 0:
+        print(line)
 
-    def exit_if_a_rank_dies(self, stop: Any) -> AbstractContextManager:
-        """If another rank dies, exit with a one-line error instead of hanging in a collective.
 
-        stop: true when this rank has seen a signal.
-        """
-        return nullcontext()
+@contextmanager
+def rank0_first() -> Generator[None]:
+    """Rank 0 runs the body first, the others after it. A UserError of rank 0 is raised on every rank."""
+    error: list[UserError | None] = [None]
+    if rank() == 0:
+        try:
+            yield
+        except UserError as e:
+            error = [e]
+    if dist.is_initialized():
+        dist.broadcast_object_list(error)
+    if error[0]:
+        raise error[0]
+    if rank() > 0:
+        yield
 
-    def assert_same(self, name: str, value: Any) -> None:
-        """UserError unless the value is the same on all ranks (a folder that only some machines see)."""
 
-    def interleave(self, items: list) -> list:
-        """The items of all ranks, in the order first item of rank 0, of rank 1, ..., second item of rank 0, ...
+def on_rank0(work: Callable[[], Any]) -> None:
+    """Rank 0 calls work while the others wait."""
+    with rank0_first():
+        if rank() == 0:
+            work()
 
-        The inverse of distributing items by items[rank::world]. Items must be picklable; every rank gets all of them.
-        """
+
+# ---- values of all ranks ----
+
+
+def interleave(items: list) -> list:
+    """The items of all ranks, in the order first item of rank 0, of rank 1, ..., second item of rank 0, ...
+
+    The inverse of distributing items by items[rank::world]. Items must be picklable; every rank gets all of them. They
+    go through the CPU (gloo), so tensors need not have the same shape on all ranks.
+    """
+    if not dist.is_initialized():
         return items
+    parts: list[list] = [[]] * world()
+    dist.all_gather_object(parts, items)
+    return [part[i] for i in range(max(map(len, parts))) for part in parts if i < len(part)]
 
-    def shard_work(self, n: int) -> Iterator[tuple[int, bool]]:
-        """(index, counts) for this rank's part of n items.
 
-        Every rank gets the same number of items, because FSDP ranks must call the model together; padding items have
-        counts=False.
-        """
-        return ((i, True) for i in range(n))
+def assert_same(name: str, value: Any) -> None:
+    """UserError unless the value is the same on all ranks (a folder that only some machines see)."""
+    values = interleave([value])
+    if len(set(values)) > 1:
+        raise UserError(f"{name} differs between the processes ({values}): all must see the same runs and cache")
 
-    def total(self, value: float) -> float:
-        """The sum over all ranks."""
-        return value
 
-    def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
+def shard_work(n: int) -> Iterator[tuple[int, bool]]:
+    """(index, counts) for this rank's part of n items.
+
+    Every rank gets the same number of items, because FSDP ranks must call the model together; padding items, which
+    repeat items from the start, have counts=False.
+    """
+    return ((i % n, i < n) for i in range(rank(), math.ceil(n / world()) * world(), world()))
+
+
+def total(value: float) -> float:
+    """The sum over all ranks."""
+    return math.fsum(interleave([value]))
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank."""
+    if not dist.is_initialized():
         return flag
+    flags = torch.tensor(int(flag))  # on the CPU, for gloo: with nccl every step would wait for the GPU
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags)
 
-    def mean(self, x: Tensor) -> Tensor:
-        """The mean of a scalar over all ranks."""
+
+def mean(x: Tensor) -> Tensor:
+    """The mean of a scalar over all ranks."""
+    if not dist.is_initialized():
         return x
+    x = x.clone()
+    dist.all_reduce(x)
+    return x / world()
 
-    def full_tensor(self, x: Tensor) -> Tensor:
-        """The full tensor of a DTensor; other tensors unchanged."""
-        return x
 
-    def wrap_model(self, model: GPT, device: torch.device, cfg: TrainConfig) -> Callable[..., Tensor]:
-        """Move a model that was built on the CPU to its device or devices. Returns the model.losses to train with."""
+def state_dicts() -> ModuleType:
+    """The module torch.distributed.checkpoint.state_dict, whose import takes 0.6 s."""
+    from torch.distributed.checkpoint import state_dict
+
+    return state_dict
+
+
+def full_tensor(x: Tensor) -> Tensor:
+    """The full tensor of a DTensor; other tensors unchanged."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x  # ty: ignore[not-callable] (DTensor's)
+
+
+# ---- the model ----
+
+
+class Losses(nn.Module):
+    """model.losses as a forward pass, which is where DDP has its hooks. The parameter names do not change."""
+
+    def __init__(self, model: GPT):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any) -> Tensor:
+        return self.model.losses(*args)
+
+
+def wrap_model(
+    model: GPT, device: torch.device, shard: bool, linear: Collection[nn.Module], bfloat16: bool
+) -> Callable[..., Tensor]:
+    """Move a model that was built on the CPU to its device or devices. Returns the model.losses to train with.
+
+    linear, bfloat16: the layers whose weights autocast casts, and whether it casts them to bfloat16.
+    """
+    if not dist.is_initialized():
         model.to(device)
         return model.losses
-
-    def no_sync(self, losses: Callable, more: bool) -> AbstractContextManager:
-        """Around a forward and backward pass: gradients are not exchanged while more passes of the same step follow."""
-        return nullcontext()
-
-
-_ranks = OneProcess()
-
-
-def ranks() -> OneProcess:
-    """The calls to the other ranks of this job; ManyProcesses after `join` under torchrun."""
-    return _ranks
+    # Blocks are compiled separately, so there is no graph to be cut where DDP communicates
+    torch._dynamo.config.optimize_ddp = False
+    if not shard:
+        ids = [device.index] if device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(Losses(model.to(device)), device_ids=ids)
+    shard_model(model, device, linear, bfloat16)
+    return model.losses
 
 
-def join(device: torch.device) -> OneProcess:
-    """Join the other processes of a torchrun job; afterwards ranks above 0 print nothing.
+def shard_model(model: GPT, device: torch.device, linear: Collection[nn.Module], bfloat16: bool) -> None:
+    """Split the parameters over the processes (FSDP2), in place. Their values are those of rank 0.
 
-    The jobs of a sweep share one process group, so later calls change nothing.
+    With bfloat16 the linear layers of blocks are gathered in bfloat16, as autocast would cast them, and gradients are
+    summed in float32. What autocast leaves in float32 is gathered in float32: the embeddings, norms, and encodings.
     """
-    global _ranks
-    if world() > 1 and type(_ranks) is OneProcess:
-        from engine.ddp_fsdp import ManyProcesses
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-        _ranks = ManyProcesses(device)
-    return _ranks
+    weights, tied = model.state_dict() if rank() == 0 else {}, model.head.weight is model.tokens.weight
+
+    def tie() -> None:  # moving parameters between devices separates the two
+        if tied:
+            model.head.weight = model.tokens.weight
+
+    model.to("meta")
+    tie()
+    mesh, low = init_device_mesh(device.type, (world(),)), MixedPrecisionPolicy()
+    if bfloat16:
+        low = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    in_float32 = nn.ModuleList(
+        m for m in model.blocks.modules() if m not in linear and list(m.parameters(recurse=False))
+    )
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=low, ignored_params=set(in_float32.parameters()))
+    # fully_shard(model) does not look into sharded blocks, so it finds their float32 parameters only under another
+    # name. It gathers them once, together with the embeddings.
+    model.in_float32 = in_float32
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    del model.in_float32
+    model.to_empty(device=device)
+    tie()
+    options = state_dicts().StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state_dicts().set_model_state_dict(model, weights, options=options)
+    register_fsdp_forward_method(model, "losses")
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")  # which is only read
+
+
+def no_sync(losses: Callable, more: bool) -> AbstractContextManager:
+    """Around a forward and backward pass: gradients are not exchanged while more passes of the same step follow."""
+    if isinstance(losses, nn.parallel.DistributedDataParallel):
+        return losses.no_sync() if more else nullcontext()
+    if dist.is_initialized():
+        losses.__self__.set_requires_gradient_sync(not more)  # ty: ignore[missing-attribute] (of a method of FSDP's)
+    return nullcontext()

@@ -1,4 +1,4 @@
-"""The learning-rate schedule, and AdamW with weight decay on matrices only."""
+"""AdamW with its learning-rate schedule, in a file of its own, because it is what many readers want to change."""
 
 import torch
 

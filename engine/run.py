@@ -1,20 +1,24 @@
-"""A trained run as one object: settings, weights, corpus and trained context.
+"""A trained run as one object: settings, weights, corpus and trained context; and the runs in a folder.
 
 `Run.open` opens a folder runs/NAME that train.py wrote. Models from elsewhere become a Run in hf/open.py.
 """
 
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from conf.errors import UserError
+from conf.errors import UserError, check
 from conf.registry import yaml_name
-from conf.schema import TrainConfig
+from conf.schema import TrainConfig, from_dict
 from data import corpus as corpora
 from data.corpus import HeldOut
 from engine import checkpoint, distributed
+from engine.finetune import Parent, describe_extension
 from model import gpt
 from model.pos import Encoding
 from model.scaling import ContextChange, NotApplicable, TrainedContext, override, resolve
@@ -39,36 +43,37 @@ class Run:
 
     @classmethod
     def open(
-        cls, name: str | None, *, runs: str, cache: str, device: torch.device | str = "cpu",
-        ctx: int = 1, scalings: Sequence[dict] = (), exp: str | None = None,
-    ) -> "Run":  # fmt: skip
+        cls,
+        name: str | None,
+        *,
+        runs: str,
+        cache: str,
+        device: torch.device | str = "cpu",
+        ctx: int = 1,
+        scalings: Sequence[dict] = (),
+        exp: str | None = None,
+    ) -> "Run":
         """Open the run runs/NAME, or for None the newest run that can be evaluated at ctx tokens with these scalings.
 
-        scalings: the knobs of a scaling method and of those added to it. exp: with name None, only runs that were
-        trained with that experiment. cache: the folder of prepared corpora. UserError if there is no such run, or if
-        its corpus has changed since it was trained.
+        ctx: 0 is the default of a run. scalings: the knobs of a scaling method and of those added to it. exp: with name
+        None, only runs that were trained with that experiment. cache: the folder of prepared corpora. UserError if
+        there is no such run, or if its corpus has changed since it was trained.
         """
         reason = "as named"
         if name is None:
-            from engine.newest_run import newest_run
-
             name, reason = newest_run(runs, ctx, scalings, exp)
-        elif name not in (path.parent.name for path in Path(runs).glob("*/ckpt.pt")):
-            from engine.newest_run import known_runs
-
-            raise UserError(f"run={name}: no trained run of that name in {runs}/: {known_runs(runs)}")
-        folder = Path(runs) / name
-        state = checkpoint.load(folder)
+        folder, state = Path(runs, name), load_state("run", name, runs)
         cfg: TrainConfig = state["cfg"]
         check_fits(cfg, gpt.build_encoding(cfg), ctx, scalings)
-        with distributed.ranks().rank0_first():
-            corpus = corpora.prepare(cfg.data, cache, state.get("tokenizer"))
+        with distributed.rank0_first():
+            corpus = corpora.prepare(cfg.data, cache, state["tokenizer"])
         if corpus.key != state["corpus"]:
             raise UserError(f"{folder}: its corpus has changed since the training, so nothing is held out: train again")
         with checkpoint.reading(folder / "ckpt.pt"):
             model = gpt.from_weights(cfg, corpus.vocab_size, state["model"]).eval()
+        digest = checkpoint.digest(state["model"])
         model.to(device)
-        context, digest = gpt.trained_context(cfg, model.pos), checkpoint.digest(folder)
+        context = gpt.trained_context(cfg, model.pos)
         return cls(name, reason, folder, cfg, model, corpus, context, state["step"], digest, state["validation"])
 
     def trained_scaling(self, n: int) -> ContextChange:
@@ -89,21 +94,81 @@ class Run:
 
     def describe(self) -> str:
         """One or two lines about this run, for the start of a command."""
-        unfinished = "" if self.step == self.cfg.steps else f" of {self.cfg.steps}, unfinished"
-        progress = f", step {self.step}{unfinished}" if self.step else ""
+        progress = f", step {self.step} of {self.cfg.steps}" if self.step else ""
         lines = f"run: {self.name} ({self.reason}): {gpt.describe_encoding(self.cfg)}, "
         lines += f"trained at ctx {self.cfg.ctx}{progress}"
         if self.cfg.init:
-            from engine.finetune import describe_extension
-
             lines += f"\n  {describe_extension(self.cfg, self.context)}"
         return "\n  note: ".join([lines, *self.notes])
 
 
+def default_ctx(cfg: TrainConfig, encoding: Encoding) -> int:
+    """The longest length at which a run with these settings is evaluated where ctx= is not given, tokens."""
+    longest = max(8192, 2 * cfg.ctx) if cfg.ctx >= 256 else 16 * cfg.ctx
+    return min(longest, encoding.max_positions or longest)
+
+
 def check_fits(cfg: TrainConfig, encoding: Encoding, ctx: int, scalings: Sequence[dict]) -> None:
-    """NotApplicable if a run with these settings cannot be evaluated at ctx with these scalings."""
+    """NotApplicable if a run with these settings cannot be evaluated at ctx (0: its default) with these scalings."""
+    ctx = ctx or default_ctx(cfg, encoding)
     if encoding.max_positions is not None and ctx > encoding.max_positions:
         limit = f"pos={yaml_name('pos', cfg.pos)} has {encoding.max_positions} positions"
         raise NotApplicable(f"{limit} and cannot be evaluated at ctx={ctx} (train with pos.max_positions={ctx})")
     if scalings:
         resolve(scalings[0], gpt.trained_context(cfg, encoding), ctx, ctx, scalings[1:])
+
+
+# ---- the runs in a folder ----
+
+
+def find_runs(runs: str) -> dict[str, TrainConfig]:
+    """Name -> settings of every run in the folder `runs` that has a checkpoint, newest first.
+
+    Only config.json is read, not the weights. A folder in which it cannot be read is left out, with a line on stderr.
+    """
+    newest_first = sorted(Path(runs).glob("*/ckpt.pt"), key=lambda p: p.stat().st_mtime, reverse=True)
+    found = {}
+    for folder in (path.parent for path in newest_first):
+        try:
+            found[folder.name] = from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        except checkpoint.ERRORS as e:
+            print(f"{folder}/config.json: {str(e).splitlines()[0]}; {folder.name} is left out", file=sys.stderr)
+    return found
+
+
+def newest_run(runs: str, ctx: int, scalings: Sequence[dict], exp: str | None) -> tuple[str, str]:
+    """(name of the run, the reason for the choice, which is printed). See Run.open for the arguments.
+
+    Runs that do not fit are skipped and listed in the reason. UserError if no run fits.
+    """
+    skipped = []
+    fit = [(name, cfg) for name, cfg in find_runs(runs).items() if exp in (None, cfg.exp)]
+    for name, cfg in sorted(fit, key=lambda item: item[1].exp == "smoke"):  # which learn nothing: the last choice
+        try:
+            check_fits(cfg, gpt.build_encoding(cfg), ctx, scalings)
+            return name, "the newest that fits" + (f"; skipped {'; '.join(skipped)}" if skipped else "")
+        except NotApplicable as e:
+            skipped.append(f"{name}: {e}")
+    if skipped:
+        raise UserError(f"no run in {runs}/ fits: {'; '.join(skipped)}")
+    which, setting = (f" with exp={exp}", f" exp={exp}") if exp else ("", "")
+    raise UserError(f"no trained run{which} in {runs}/: first: python train.py pos=rope{setting}")
+
+
+def load_state(setting: str, name: str, runs: str) -> dict[str, Any]:
+    """The checkpoint of runs/NAME. UserError if `setting` names no trained run."""
+    if name not in (path.parent.name for path in Path(runs).glob("*/ckpt.pt")):
+        there = f"there are {', '.join(names)}" if (names := find_runs(runs)) else "first: python train.py pos=rope"
+        raise UserError(f"{setting}={name}: no trained run of that name in {runs}/: {there}")
+    return checkpoint.load(Path(runs, name))
+
+
+def parent_run(cfg: TrainConfig) -> Parent:
+    """The run that init= names, to start a training from. UserError if there is none, or if cfg has its name."""
+    assert cfg.init is not None
+    check(cfg.init != cfg.name, "name", cfg.name, "another name than that of init=")
+    state = load_state("init", cfg.init, cfg.runs)
+    old: TrainConfig = state["cfg"]
+    pretrained = old.pretrained or {"ctx": old.ctx, "tokens": state["step"] * old.batch_tokens}
+    pretrained = {**pretrained, "run": cfg.init, "weights": checkpoint.digest(state["model"])}
+    return Parent(old, state["model"], state["tokenizer"], state["corpus"], pretrained)

@@ -33,13 +33,13 @@ class Validation:
 
         change: the scaling that the run is trained with. Ranks share the windows; all of them call it together.
         """
-        ranks, nats = distributed.ranks(), 0.0
+        nats = 0.0
         with torch.compiler.set_stance("force_eager"):  # two passes do not repay a compile
-            for i, counts in ranks.shard_work(len(self.passes)):
+            for i, counts in distributed.shard_work(len(self.passes)):
                 w: Tensor = self.passes[i].to(self.device)
                 with autocast(self.device, self.dtype):
                     nats += counts * model.losses(w[:, :-1], w[:, 1:], change=change).sum().item()
-        nats = ranks.total(nats)
+        nats = distributed.total(nats)
         loss = nats / self.tokens
         return {"loss": loss, "ppl": math.exp(min(loss, 700)), "bits_per_byte": nats / math.log(2) / self.bytes}
 

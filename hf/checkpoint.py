@@ -7,28 +7,18 @@ and never a pickle. A GGUF file takes the same form in hf/gguf_file.py.
 import functools
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import safetensors
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from conf.cli import short
 from conf.errors import UserError, file_errors
-from conf.run_name import short
 from hf.config import Config
-
-
-@dataclass(frozen=True)
-class LazyTensor:
-    """A tensor of a checkpoint, which `load` reads."""
-
-    load: Callable[[], Tensor]
-    size: int  # number of elements
 
 
 @dataclass(frozen=True)
@@ -38,10 +28,12 @@ class Checkpoint:
     name: str  # of the run, such as hf-FOLDER
     path: Path  # for messages
     config: Config
-    open_tensors: Callable[[], dict[str, LazyTensor]]  # by their names in a Hugging Face checkpoint
+    open_tensors: Callable[[], dict[str, Callable[[], Tensor]]]  # name -> what loads it
     tokenizer: Callable[[], Tokenizer]  # UserError if there is none, or a damaged one
     files: Callable[[], list[Path]]  # those that determine the model
     notes: tuple[str, ...] = ()  # what a reader of its curves should know
+    rename: Callable[[str], str] = str  # a tensor's name in the family -> in these tensors
+    tokens: int = 0  # of the pre-training; 0: unknown
 
     def digest(self, pretrained: dict) -> str:
         """The sha256 of the files, and of the trained context (TrainConfig.pretrained), which train_ctx= can set."""
@@ -63,12 +55,6 @@ def open_folder(folder: Path) -> Checkpoint:
         raise UserError(f"hf:{folder}: no such folder; it must be a local Hugging Face checkpoint")
     config, path = Config.of_folder(folder), folder / "tokenizer.json"
 
-    def tensors() -> dict[str, LazyTensor]:
-        return {
-            name: LazyTensor(functools.partial(file.get_tensor, name), math.prod(file.get_slice(name).get_shape()))
-            for name, file in open_tensors(weight_files(folder)).items()
-        }
-
     def tokenizer() -> Tokenizer:
         if not path.exists():
             raise UserError(f"{path}: not found: the text to score needs the checkpoint's tokenizer")
@@ -77,10 +63,14 @@ def open_folder(folder: Path) -> Checkpoint:
         except Exception as e:  # the tokenizers package raises Exception itself
             raise UserError(f"{path}: not a tokenizer ({str(e).splitlines()[0][:80]})") from None
 
-    def files() -> list[Path]:
-        return [config.path, *weight_files(folder)]
-
-    return Checkpoint(run_name("hf", folder), folder, config, tensors, tokenizer, files)
+    return Checkpoint(
+        name=run_name("hf", folder),
+        path=folder,
+        config=config,
+        open_tensors=lambda: open_tensors(weight_files(folder)),
+        tokenizer=tokenizer,
+        files=lambda: [config.path, *weight_files(folder)],
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -100,36 +90,16 @@ def weight_files(folder: Path) -> list[Path]:
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise UserError(f"{index}: not an index of safetensors files") from None
         return [folder / name for name in names]
-    hint = ""
-    if others := sorted(folder.glob("*.safetensors")):
-        hint = f" ({others[0].name} is not read: it may be an adapter or another format)"
-    elif pickles := [*folder.glob("*.bin"), *folder.glob("*.pt")]:
-        hint = f" ({pickles[0].name} is a pickle, which is never loaded: convert it)"
-    raise UserError(f"hf:{folder}: no model.safetensors there, and no {index.name}{hint}")
+    raise UserError(f"hf:{folder}: no {single.name} there, and no {index.name}; adapters and pickles are not read")
 
 
-def open_tensors(paths: list[Path]) -> dict[str, Any]:
-    """Tensor name -> the open safetensors file that holds it. UserError if a file is missing or incomplete."""
-    tensors = {}
+def open_tensors(paths: list[Path]) -> dict[str, Callable[[], Tensor]]:
+    """The tensors of these safetensors files. UserError if a file is missing or incomplete."""
+    tensors: dict[str, Callable[[], Tensor]] = {}
     for path in paths:
         try:
             file = safetensors.safe_open(path, framework="pt")
-            tensors |= dict.fromkeys(file.keys(), file)
+            tensors |= {name: functools.partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
         except (OSError, safetensors.SafetensorError) as e:
             raise UserError(f"{path}: not a complete safetensors file ({str(e).splitlines()[0][:80]})") from None
     return tensors
-
-
-def check_memory(path: Path, n_parameters: int, copies: int) -> None:
-    """UserError if so many float32 copies of the weights need more memory than there is. Only Linux can be asked."""
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return
-    (kilobytes,) = re.findall(r"MemAvailable: +(\d+) kB", text)
-    available, needed = 1024 * int(kilobytes), 4 * copies * n_parameters
-    if needed > available:
-        raise UserError(
-            f"{path}: {n_parameters / 1e9:.1f} billion parameters need {needed / 1e9:.1f} GB of memory, "
-            f"and {available / 1e9:.1f} GB are available"
-        )

@@ -6,32 +6,31 @@ Every key must be read by our code, be known as harmless, or have a value that t
 import json
 import math
 import sys
+import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from conf.errors import UserError
+from conf.registry import has_type
 
 # Keys that do not change the logits of one text
 HARMLESS = """
     architectures model_type torch_dtype dtype transformers_version use_cache initializer_range gradient_checkpointing
-    _name_or_path _model_name_or_path _commit_hash model_name auto_map custom_pipelines tokenizer_class
+    _name_or_path _model_name_or_path _commit_hash model_name auto_map custom_pipelines tokenizer_class internal_version
     transformers.js_config transformers_weights torchscript use_bfloat16 tf_legacy_loss is_decoder is_llama_config
     _attn_implementation _attn_implementation_autoset attn_implementation use_flash_attention_2 _flash_attn_2_enabled
+    pretraining_tp max_window_layers n_ctx max_sequence_length model_max_length rotary predict_special_tokens
 
-    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id decoder_start_token_id
-    attention_dropout hidden_dropout classifier_dropout resid_pdrop embd_pdrop attn_pdrop embedding_dropout
-    residual_dropout attention_probs_dropout_prob hidden_dropout_prob pretraining_tp max_window_layers n_ctx
-    max_sequence_length model_max_length rotary
-    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
-
-    task_specific_params finetuned finetuned_from finetuning_task id2label label2id num_labels problem_type
-    output_attentions output_hidden_states output_scores return_dict return_dict_in_generate use_return_dict
+    task_specific_params finetuned finetuned_from finetuning_task id2label label2id num_labels _num_labels problem_type
+    output_attentions output_hidden_states output_past output_scores return_dict return_dict_in_generate use_return_dict
     chunk_size_feed_forward generation_config max_length min_length max_new_tokens min_new_tokens do_sample temperature
     top_k top_p min_p typical_p epsilon_cutoff eta_cutoff num_beams num_beam_groups num_return_sequences early_stopping
-    diversity_penalty length_penalty repetition_penalty encoder_no_repeat_ngram_size no_repeat_ngram_size bad_words_ids
-    suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id remove_invalid_values prefix
-    renormalize_logits exponential_decay_length_penalty penalty_alpha tie_encoder_decoder
+    penalty_alpha encoder_no_repeat_ngram_size no_repeat_ngram_size bad_words_ids suppress_tokens begin_suppress_tokens
+    remove_invalid_values prefix renormalize_logits tie_encoder_decoder
 """.split()  # noqa: SIM905
+HARMLESS_ENDS = ("_token_id", "dropout", "pdrop", "dropout_prob", "_penalty")
+HARMLESS_BEGINNING = "summary_"
 # Keys of tools that write only notes about themselves: not an error, but a line on stderr names each
 HARMLESS_PREFIXES = ("unsloth_", "finetun", "wandb_", "mlflow_", "axolotl_")
 OFF = (None, False, 0, [], {})  # values that turn a feature off
@@ -39,18 +38,30 @@ OFF = (None, False, 0, [], {})  # values that turn a feature off
 NEUTRAL = {"partial_rotary_factor": 1, "full_attn_mod": 1, "interpolate_factor": 1}
 
 LARGEST = 2**24  # of whole numbers: far above any model's sizes, and products of sizes fit 64 bits
+# The least value of a number, where it is not 0
+LEAST = dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "factor"), 1.0)
+LEAST |= dict.fromkeys(("rms_norm_eps", "logits_scaling"), 1e-20)
+NULLS = ("num_key_value_heads", "sliding_window", "rotary_dim")  # of which null is another value than an absent key
+RIGHT = {
+    int: f"a whole number of at least 1 and at most {LARGEST}",
+    float: "a number of at least {least:g}",
+    **{bool: "true or false", str: "a text", list: "a list", dict: "an object"},
+}
+
+# Key -> its value where it is absent, which has the type of every other value; or a type, where there must be a value
+# (int), or where None stands for an absent one (int | None)
+Keys = Mapping[str, Any]
 
 
 class Config:
-    """The values of config.json. It records the keys that were read, so that `finish` can report any other key.
+    """The values of config.json, or of an object in it. It records the keys that were read, for `finish`."""
 
-    UserError if the file is missing or is not a JSON object, and from every method for a value of a wrong type.
-    """
-
-    def __init__(self, path: Path, values: dict[str, Any]):
-        """path: of the file that they are from, for messages."""
-        self.path, self.values = path, values
+    def __init__(self, path: Path, values: dict[str, Any], prefix: str = ""):
+        """path: of the file, for messages. prefix: of the keys of an object."""
+        self.path, self.values, self.prefix = path, values, prefix
         self.keys_read: set[str] = set(HARMLESS)
+        self.settings: dict[str, Any] = {}  # what the family reads of it: hf/families.py
+        self.names: dict[str, str] = {}  # key -> its name in this file, where the family has another for it
 
     @classmethod
     def of_folder(cls, folder: Path) -> "Config":
@@ -65,74 +76,62 @@ class Config:
             raise UserError(f"{path}: not a JSON object") from None
         return cls(path, values)
 
-    def get(self, *keys: str, default: Any = None) -> Any:
-        """The value of the first of these keys that has one; several keys are names of the same setting."""
-        return self._first(keys, default)[1]
+    def read(self, keys: Keys, names: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """The values of these keys. UserError for one of a wrong type or out of range.
 
-    def _first(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
-        """(key, value) of the first of these keys that has a value; (the first key, default) if none has."""
-        self.keys_read |= set(keys)
-        present = [(key, self.values[key]) for key in keys if self.values.get(key) is not None]
-        return present[0] if present else (keys[0], default)
+        names: the names of a key in this file where it has others, separated by spaces; the first with a value counts.
+        """
+        result: dict[str, Any] = {}
+        for key, default in keys.items():
+            aliases = (names or {}).get(key, key).split()
+            self.keys_read |= set(aliases)
+            name = next((x for x in aliases if self.values.get(x) is not None), aliases[0])
+            self.names[key], value, kind = name, self.values.get(name), type(default)
+            if isinstance(default, types.UnionType):
+                kind, default = default.__args__[0], None
+            elif isinstance(default, type):
+                kind = default
+            if value is None and key in NULLS and name in self.values:
+                default = None
+            result[key] = default if value is None else value
+            least, most = (1, LARGEST) if kind is int else (LEAST.get(key, 0), 1e12)
+            ok = has_type(value, kind) and (not isinstance(value, int | float) or least <= value <= most)
+            if not ok and (value is not None or isinstance(default, type)):
+                raise self.refuse(key, value, f"must be {RIGHT[kind].format(least=least)}")
+        return result
 
-    def count(self, *keys: str, default: int | None = None) -> int:
-        """Like `get`, for a whole number of at least 1. UserError for another value, or for none without a default."""
-        return self.check_count(*self._first(keys, default))
+    def object(self, key: str, value: Any) -> "Config":
+        """value, the object under this key, whose unread keys `finish` of the file does not report."""
+        if not isinstance(value, dict):
+            raise self.refuse(key, value, f"must be {RIGHT[dict]}")
+        return Config(self.path, value, f"{self.prefix}{key}.")
 
-    def optional_count(self, *keys: str, default: int | None = None) -> int | None:
-        """Like `count`; the default, which may be None, where no key has a value."""
-        key, value = self._first(keys, default)
-        return None if value is None else self.check_count(key, value)
-
-    def check_count(self, key: str, value: Any) -> int:
-        """value as it is, if it is a whole number of at least 1. UserError names the key."""
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
-            raise self.refuse(key, value, f"must be a whole number of at least 1 and at most {LARGEST}")
-        return value
-
-    def number(self, *keys: str, default: float | None = None, least: float = 0) -> float:
-        """Like `get`, for a finite number of at least `least`."""
-        return self.check_number(*self._first(keys, default), least)
-
-    def check_number(self, key: str, value: Any, least: float = 0) -> float:
-        """value as it is, if it is a finite number of at least `least`. UserError names the key."""
-        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= 1e12:
-            raise self.refuse(key, value, f"must be a number of at least {least:g}")
-        return value
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        """Like `get`, for true or false."""
-        value = self.get(key, default=default)
-        if not isinstance(value, bool):
-            raise self.refuse(key, value, "must be true or false")
-        return value
-
-    def require(self, key: str, right: Any) -> None:
-        """UserError unless the key has the value `right`, or none."""
-        value = self.get(key, default=right)
-        if type(value) is not type(right) or value != right:
-            raise self.refuse(key, value, f"not supported: must be {str(right).lower()}")
+    def require(self, right: Mapping[str, Any]) -> None:
+        """UserError unless each of these keys has this value, or none; an object also for every other key in it."""
+        for key, value in self.read(right).items():
+            if isinstance(right[key], dict):
+                inner = self.object(key, value)
+                inner.keys_read |= self.keys_read  # transformers 5 writes the harmless keys of every config here, too
+                inner.require(right[key])
+                inner.finish()
+            elif value != right[key]:
+                raise self.refuse(key, value, f"not supported: must be {str(right[key]).lower()}")
 
     def ignore(self, keys: str) -> None:
-        """These keys, separated by spaces, do not change the logits of this family."""
+        """These keys, separated by spaces, do not change the logits of this family, or shall be ignored."""
         self.keys_read |= set(keys.split())
 
-    def object(self, key: str) -> dict:
-        """A copy of the object under this key; empty if it is null or not there."""
-        value = self.get(key, default={})
-        if not isinstance(value, dict):
-            raise self.refuse(key, value, "must be an object")
-        return dict(value)
-
     def refuse(self, key: str, value: Any, reason: str) -> UserError:
-        """The error to raise: `PATH: key=value: reason`."""
-        return UserError(f"{self.path}: {key}={' '.join(str(value).split())[:60]}: {reason}")
+        """The error to raise: `PATH: key=value: reason`, with the key's name in this file."""
+        name, text = self.prefix + self.names.get(key, key), " ".join(str(value).split())[:60]
+        return UserError(f"{self.path}: {name}={text}: {reason}")
 
-    def finish(self) -> None:
+    def finish(self, off: tuple = OFF) -> None:
         """UserError for the first key that was not read and is not off. Keys with a harmless prefix are only named."""
-        notes = []
+        notes, self.names = [], {}  # from here on keys have the names in this file
         for key, value in self.values.items():
-            if key in self.keys_read or value in OFF or value == NEUTRAL.get(key, math.nan):
+            harmless = key.endswith(HARMLESS_ENDS) or key.startswith(HARMLESS_BEGINNING)
+            if harmless or key in self.keys_read or value in off or value == NEUTRAL.get(key, math.nan):
                 continue
             if not key.startswith(HARMLESS_PREFIXES):
                 raise self.refuse(key, value, "not supported, and not ignored either")

@@ -1,41 +1,25 @@
-"""Model families of Hugging Face: the settings in config.json.
+"""Model families of Hugging Face: a table of what each has in config.json.
 
-A family is a function, config.json -> our settings, and a table of weight names (hf/weight_names.py), which several
-families share. What our GPT has no setting for, but can be multiplied into the weights, is done when they are read
-(`Family.fold`), so that it costs no code in the model. Names and defaults are those of transformers 5.
+An entry says which keys a family has, with the values that transformers 5 takes for absent ones, the settings of our
+model that all its checkpoints have, which layers have windows and positions (hf/layers.py), how they rotate
+(hf/rope.py), and the names of its weights (hf/weights.py). Keys have the names that most families have for them, and
+`names` those of this family.
 
-Letters: C width, H query heads, G key-value heads, D head width, i layer.
+Letters: H query heads, D head width, i layer.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from conf.schema import ModelConfig
-from hf.config import HARMLESS, OFF, Config
-from hf.folds import (
-    fold_bloom,
-    fold_cohere2,
-    fold_gemma3,
-    fold_gpt2,
-    fold_granite,
-    logits_scaling,
-    score_width,
-    unfold_gemma3,
-)
-from hf.layer_types import (
-    FULL,
-    SLIDING,
-    read_rope_of_types,
-    read_rotated,
-    read_windows,
-    sliding_window,
-    windows_of_family,
-    with_layers,
-)
-from hf.rope_types import PositionSettings, read_rope, rope_object, rotary_part, without_rotation
-from hf.weight_names import ARCEE, BLOOM, GEMMA3, GPT2, GPTJ, LLAMA, MPT, NEOX, OLMO2, PHI3, Table, Take
+from hf import weights
+from hf.config import Config, Keys
+from hf.layers import LayerRule, read_positions
+from hf.rope import PositionSettings, Rotation, agreed_ctx
+from hf.weights import Table, Take
 
 # hidden_act -> model.mlp, without and with a gate. Of several names for one function, the first is written.
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
@@ -43,296 +27,262 @@ ACTIVATIONS = {
     False: {"relu2": "relu2", "gelu": "gelu_exact"} | dict.fromkeys(TANH_GELU, "gelu"),
     True: {"silu": "swiglu"} | dict.fromkeys(TANH_GELU, "geglu"),
 }
+# Which layers have the window where config.json does not say it: all, all after the first ones, all but every n-th
+NO_WINDOWS = LayerRule()
+ALL = LayerRule(lambda s, i: s["sliding_window"] is not None, fixed=True)
+LAST = LayerRule(lambda s, i: s["sliding_window"] is not None and i >= s["max_window_layers"])
+SOME = LayerRule(lambda s, i: (i + 1) % s.get("sliding_window_pattern", 4) > 0)
+WITHOUT_POSITIONS = LayerRule(lambda s, i: s["sliding_window"] is not None and not s["no_rope_layers"][i])
 
-# ---- settings from config.json ----
-
-Settings = tuple[ModelConfig, PositionSettings]
-
-
-def activation(c: Config, key: str, gated: bool, default: str) -> str:
-    """Our model.mlp for the activation in config.json[key]. gated: whether the family has a gate in its MLP."""
-    name = c.get(key, default=default)
-    known = ACTIVATIONS[gated]
-    if not isinstance(name, str) or name not in known:
-        raise c.refuse(key, name, f"not supported: must be {', '.join(known)}")
-    return known[name]
-
-
-def refuse_window(c: Config, key: str, window: int | None, ctx: int) -> None:
-    """UserError if the model attends to fewer than ctx tokens, or has fewer positions."""
-    if window is not None and window < ctx:
-        raise c.refuse(key, window, f"not supported past itself, and ctx={ctx}: try ctx={window}")
-
-
-# Where transformers' defaults, which apply to an absent key, are not those of Llama
-NORM_EPS = {"arcee": 1e-5, "olmo2": 1e-5, "olmo3": 1e-5, "phi3": 1e-5}
-KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4, "stablelm": 32}
-# Settings of the code that trained these models, and of sums in another order. transformers reads none of MPT's,
-# learned_pos_emb beside ALiBi neither.
-BLOOM_HARMLESS = """attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi skip_bias_add
-    skip_bias_add_qkv slow_but_exact"""
-MPT_HARMLESS = """learned_pos_emb init_device init_config embedding_fraction verbose norm_type emb_pdrop
-    tokenizer_name"""
-ATTENTION_BIAS = ("llama", "arcee", "qwen3", "olmo2", "olmo3", "granite", "smollm3")  # families that read this key
-MLP_BIAS = ("llama", "arcee", "granite", "smollm3")
-# Of Cohere 2's older files: they describe the architecture, and transformers does not read them
-COHERE2_NOTES = {"order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj"} | (
-    dict.fromkeys(
-        ("use_embedding_sharing", "use_gated_activation", "use_parallel_block", "use_parallel_embedding"), True
-    )
+# Key -> setting of ModelConfig
+SETTINGS = (
+    {"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads"}
+    | {"head_dim": "head_dim", "hidden_size": "width", "intermediate_size": "mlp_width", "rms_norm_eps": "norm_eps"}
+    | {"tie_word_embeddings": "tied_head", "qkv_bias": "qkv_bias", "attention_bias": "out_bias", "mlp_bias": "mlp_bias"}
 )
+ALL_ROTATE = Rotation()
 
 
-def kv_heads(c: Config, H: int) -> int:
-    """The number of key-value heads: null is as many as query heads, an absent key the family's default."""
-    default = H if "num_key_value_heads" in c.values else KV_HEADS.get(c.get("model_type"), H)
-    return c.count("num_key_value_heads", default=default)
-
-
-def llama_model(c: Config) -> ModelConfig:
-    """The model of Llama and its relatives; Arcee is one without the gate."""
-    kind, H, width = c.get("model_type"), c.count("num_attention_heads"), c.count("hidden_size")
-    attention_bias, olmo = kind in ATTENTION_BIAS and c.flag("attention_bias"), kind in ("olmo2", "olmo3")
-    return ModelConfig(
-        n_layers=c.count("num_hidden_layers"), n_heads=H, n_kv_heads=kv_heads(c, H),
-        head_dim=c.count("head_dim", default=128 if kind == "qwen3" else max(1, width // H)), width=width,
-        mlp=activation(c, "hidden_act", kind != "arcee", "silu" if kind != "arcee" else "relu2"),
-        mlp_width=c.count("intermediate_size"), tied_head=c.flag("tie_word_embeddings", default=kind == "smollm3"),
-        norm_eps=c.number("rms_norm_eps", default=NORM_EPS.get(kind, 1e-6), least=1e-20),
-        qk_norm=kind == "qwen3" or olmo, qk_norm_weight=kind == "qwen3" or olmo,
-        qk_norm_all_heads=olmo, residual="serial_post" if olmo else "serial",
-        qkv_bias=kind == "qwen2" or attention_bias, out_bias=attention_bias,
-        mlp_bias=kind in MLP_BIAS and c.flag("mlp_bias"),
-    )  # fmt: skip
-
-
-def llama(c: Config, ctx: int, train_ctx: int | None) -> Settings:
-    """Llama 2 and 3, SmolLM2 and 3, Mistral, Qwen2 and 3, OLMo 2, and Arcee.
-
-    For this and the other families: ctx is the longest length to evaluate, tokens. train_ctx: the context of the
-    pre-training from the command line, or None. UserError for a setting that our GPT does not have.
-    """
-    m, kind = llama_model(c), c.get("model_type")
-    rotated = read_rotated(c, m.n_layers) if kind == "smollm3" else [True] * m.n_layers
-    windows, longest = windows_of_family(c, kind, rotated), c.count("max_position_embeddings")
-    base = c.number("rope_theta", default=2_000_000.0 if kind == "smollm3" else 10_000.0, least=1)
-    rope = read_rope(c, *rope_object(c), base, longest, train_ctx)
-    return m, with_layers(c, windows, rotated, rope, rope)
-
-
-def granite(c: Config, ctx: int, train_ctx: int | None) -> Settings:
-    """Granite: Llama with multipliers (`fold_granite`)."""
-    for multiplier in ("embedding_multiplier", "residual_multiplier", "attention_multiplier"):
-        c.number(multiplier, default=1.0)
-    logits_scaling(c)
-    return llama(c, ctx, train_ctx)
-
-
-def olmo3(c: Config, ctx: int, train_ctx: int | None) -> Settings:
-    """OLMo 3: OLMo 2, with windows in three of four layers, which may have a rotation of their own."""
-    m, default = llama_model(c), 500_000.0
-    base, rotated = c.number("rope_theta", default=default, least=1), [True] * m.n_layers
-    if not c.object("rope_parameters") and base != default:
-        reason = "transformers gives it to the full layers only: rope_parameters must have it for each type"
-        raise c.refuse("rope_theta", base, reason)
-    windows = windows_of_family(c, "olmo3", rotated)
-    types = read_rope_of_types(c, {FULL: base, SLIDING: default}, c.count("max_position_embeddings"), train_ctx)
-    return m, with_layers(c, windows, rotated, types[FULL], types[SLIDING])
-
-
-def phi3(c: Config, ctx: int, train_ctx: int | None) -> Settings:
-    """Phi-3: Llama with partial rotary and LongRoPE."""
-    m, longest = llama_model(c), c.count("max_position_embeddings")
-    base, rotated = c.number("rope_theta", default=10_000.0, least=1), [True] * m.n_layers
-    key, parameters = rope_object(c)
-    fraction = rotary_part(c, m.head_width, "partial_rotary_factor", parameters, 1.0)
-    rope_type = parameters.get("rope_type") or parameters.pop("type", None) or "default"
-    if rope_type not in ("default", "longrope", "su", "yarn"):
-        raise c.refuse(f"{key}.rope_type", rope_type, "not supported: of phi3 it must be default or longrope")
-    parameters["rope_type"] = "default" if rope_type == "default" else "longrope"  # su, yarn: its earlier names
-    rope = read_rope(c, key, parameters, base, longest, train_ctx, rotary_fraction=fraction, longrope_ctx=4096)
-    return m, with_layers(c, windows_of_family(c, "phi3", rotated), rotated, rope, rope)
-
-
-def gemma3(c: Config, ctx: int, train_ctx: int | None) -> Settings:
-    """Gemma 3's text model: norms before and after attention and MLP, a gated GELU, QK-norm.
-
-    Five of six layers have a window and a base of their own.
-    """
-    bias, tied = c.flag("attention_bias"), c.flag("tie_word_embeddings", default=True)
-    m = ModelConfig(
-        n_layers=c.count("num_hidden_layers"), n_heads=c.count("num_attention_heads", default=8),
-        n_kv_heads=c.count("num_key_value_heads", default=4), head_dim=c.count("head_dim", default=256),
-        width=c.count("hidden_size"), mlp=activation(c, "hidden_activation", True, "gelu_pytorch_tanh"),
-        mlp_width=c.count("intermediate_size"), tied_head=tied, qkv_bias=bias, out_bias=bias,
-        norm_eps=c.number("rms_norm_eps", default=1e-6, least=1e-20),
-        qk_norm=True, qk_norm_weight=True, residual="serial_both",
-    )  # fmt: skip
-    score_width(c)
-    every = c.count("sliding_window_pattern", default=6)
-    c.ignore("hidden_act cache_implementation _sliding_window_pattern")  # transformers does not read them
-    windows = read_windows(c, m.n_layers, sliding_window(c, 4096), lambda i: (i + 1) % every > 0)
-    bases = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
-    bases = {layer_type: c.number(key, default=base, least=1) for layer_type, (key, base) in bases.items()}
-    types = read_rope_of_types(c, bases, c.count("max_position_embeddings", default=131_072), train_ctx)
-    return m, with_layers(c, windows, [True] * m.n_layers, types[FULL], types[SLIDING])
-
-
-def cohere2(c: Config, ctx: int, train_ctx: int | None) -> Settings:
-    """Cohere 2: attention and MLP in parallel after one LayerNorm without biases, interleaved pairs.
-
-    Three of four layers have a window and rotate, the others see all tokens and have no positions.
-    """
-    H, width, bias = c.count("num_attention_heads"), c.count("hidden_size"), c.flag("attention_bias")
-    m = ModelConfig(
-        n_layers=c.count("num_hidden_layers"), n_heads=H, n_kv_heads=kv_heads(c, H), width=width,
-        mlp=activation(c, "hidden_act", True, "silu"), mlp_width=c.count("intermediate_size"),
-        tied_head=c.flag("tie_word_embeddings", default=True), qkv_bias=bias, out_bias=bias,
-        norm="layer", norm_bias=False, norm_eps=c.number("layer_norm_eps", default=1e-5, least=1e-20),
-        residual="parallel_shared",
-    )  # fmt: skip
-    c.number("logit_scale", default=0.0625)  # `fold_cohere2`
-    if (head := c.count("head_dim", default=m.head_width)) != m.head_width:
-        raise c.refuse("head_dim", head, f"must be {m.head_width}: transformers divides the width by the heads")
-    for key, right in COHERE2_NOTES.items():
-        c.require(key, right)
-    c.ignore("cache_implementation layer_switch rotary_pct")
-    every = c.count("sliding_window_pattern", default=4)
-    windows = read_windows(c, m.n_layers, sliding_window(c, 4096), lambda i: (i + 1) % every > 0)
-    key, parameters = rope_object(c)
-    base, longest = c.number("rope_theta", default=10000.0, least=1), c.count("max_position_embeddings", default=8192)
-    rope = read_rope(c, key, parameters, base, longest, train_ctx, interleaved=True)
-    return m, with_layers(c, windows, [window is not None for window in windows], rope, rope)
-
-
-def stablelm(c: Config, ctx: int, train_ctx: int | None) -> Settings:
-    """StableLM: Llama with LayerNorm, partial rotary, and optionally biases of q, k and v or a parallel residual."""
-    H = c.count("num_attention_heads")
-    m = ModelConfig(
-        n_layers=c.count("num_hidden_layers"), n_heads=H, n_kv_heads=kv_heads(c, H), width=c.count("hidden_size"),
-        mlp=activation(c, "hidden_act", True, "silu"), mlp_width=c.count("intermediate_size"),
-        tied_head=c.flag("tie_word_embeddings"), qkv_bias=c.flag("use_qkv_bias"),
-        norm="layer", norm_eps=c.number("layer_norm_eps", default=1e-5, least=1e-20),
-        residual="parallel_shared" if c.flag("use_parallel_residual") else "serial",
-    )  # fmt: skip
-    key, parameters = rope_object(c)
-    fraction = rotary_part(c, m.head_width, "partial_rotary_factor", parameters, 0.25)
-    base, longest = c.number("rope_theta", default=10000.0, least=1), c.count("max_position_embeddings")
-    return m, read_rope(c, key, parameters, base, longest, train_ctx, rotary_fraction=fraction)
-
-
-def neox(c: Config, ctx: int, train_ctx: int | None) -> Settings:
-    """GPT-NeoX and Pythia: LayerNorm, biases, partial rotary, parallel residual."""
-    bias = c.flag("attention_bias", default=True)
-    m = ModelConfig(
-        n_layers=c.count("num_hidden_layers"), n_heads=c.count("num_attention_heads"), width=c.count("hidden_size"),
-        mlp=activation(c, "hidden_act", False, "gelu"), mlp_width=c.count("intermediate_size"),
-        tied_head=c.flag("tie_word_embeddings"), qkv_bias=bias, out_bias=bias, mlp_bias=True,
-        norm="layer", norm_eps=c.number("layer_norm_eps", default=1e-5, least=1e-20),
-        residual="parallel" if c.flag("use_parallel_residual", default=True) else "serial",
-    )  # fmt: skip
-    key, parameters = rope_object(c)
-    fraction = rotary_part(c, m.head_width, "rotary_pct", parameters, 0.25)
-    # transformers 4.45 and later write the same two values under these names, too; transformers reads the old ones
-    c.ignore("rope_theta partial_rotary_factor")
-    base, longest = c.number("rotary_emb_base", default=10000.0, least=1), c.count("max_position_embeddings")
-    return m, read_rope(c, key, parameters, base, longest, train_ctx, rotary_fraction=fraction)
-
-
-def gptj(c: Config, ctx: int, train_ctx: int | None) -> Settings:
-    """GPT-J: interleaved pairs, one norm for attention and MLP, a bias on the head, no rope types, a fixed base."""
-    width = c.count("n_embd")
-    m = ModelConfig(
-        n_layers=c.count("n_layer"), n_heads=c.count("n_head"), width=width,
-        mlp=activation(c, "activation_function", False, "gelu_new"), mlp_width=c.count("n_inner", default=4 * width),
-        tied_head=c.flag("tie_word_embeddings"), mlp_bias=True, head_bias=True,
-        norm="layer", norm_eps=c.number("layer_norm_epsilon", default=1e-5, least=1e-20), residual="parallel_shared",
-    )  # fmt: skip
-    rotary_dim = c.count("rotary_dim", default=None if "rotary_dim" in c.values else 64)
-    if rotary_dim % 2 or rotary_dim > m.head_width:
-        raise c.refuse("rotary_dim", rotary_dim, f"must be even and at most {m.head_width}")
-    c.ignore("rope_theta scale_attn_weights")  # as transformers
-    longest = c.count("n_positions", "max_position_embeddings", default=2048)
-    fraction = rotary_dim / m.head_width
-    key, parameters = rope_object(c)
-    parameters.pop("rope_theta", None)
-    rope = read_rope(
-        c, key, parameters, 10000.0, longest, train_ctx, rotary_fraction=fraction, interleaved=True, can_scale=False
-    )
-    return m, rope
-
-
-def gpt2(c: Config, ctx: int, train_ctx: int | None) -> Settings:
-    """GPT-2: learned positions, LayerNorm, biases, a tied head."""
-    width, longest = c.count("n_embd"), c.count("n_positions", "max_position_embeddings", default=1024)
-    m = ModelConfig(
-        n_layers=c.count("n_layer"), n_heads=c.count("n_head"), width=width,
-        mlp=activation(c, "activation_function", False, "gelu_new"), mlp_width=c.count("n_inner", default=4 * width),
-        tied_head=c.flag("tie_word_embeddings", default=True), qkv_bias=True, out_bias=True, mlp_bias=True,
-        norm="layer", norm_eps=c.number("layer_norm_epsilon", default=1e-5, least=1e-20),
-    )  # fmt: skip
-    refuse_window(c, "n_positions", longest, ctx)
-    c.flag("scale_attn_weights", default=True)  # both: `fold_gpt2`
-    c.flag("scale_attn_by_inverse_layer_idx")
-    c.ignore("reorder_and_upcast_attn")  # the same scores in another order
-    return m, without_rotation(c, {"kind": "learned", "max_positions": longest}, longest, train_ctx)
-
-
-def bloom(c: Config, ctx: int, train_ctx: int | None) -> Settings:
-    """BLOOM: ALiBi, LayerNorm (also of the embeddings: `fold_bloom`), biases, a tied head."""
-    width = c.count("n_embed", "hidden_size")
-    m = ModelConfig(
-        n_layers=c.count("n_layer", "num_hidden_layers"), n_heads=c.count("n_head", "num_attention_heads"),
-        width=width, mlp="gelu", mlp_width=4 * width, tied_head=c.flag("tie_word_embeddings", default=True),
-        qkv_bias=True, out_bias=True, mlp_bias=True,
-        norm="layer", norm_eps=c.number("layer_norm_epsilon", default=1e-5, least=1e-20),
-    )  # fmt: skip
-    c.ignore(BLOOM_HARMLESS)
-    c.require("n_inner", 4 * width)
-    return m, without_rotation(c, {"kind": "alibi"}, c.optional_count("seq_length"), train_ctx)
-
-
-def mpt(c: Config, ctx: int, train_ctx: int | None) -> Settings:
-    """MPT: ALiBi, LayerNorm without biases, no other biases, a tied head."""
-    width, H = c.count("d_model"), c.count("n_heads")
-    m = ModelConfig(
-        n_layers=c.count("n_layers"), n_heads=H, width=width,
-        mlp="gelu_exact", mlp_width=c.count("expansion_ratio", default=4) * width,
-        tied_head=c.flag("tie_word_embeddings", default=True),
-        norm="layer", norm_bias=False, norm_eps=c.number("layer_norm_epsilon", default=1e-5, least=1e-20),
-    )  # fmt: skip
-    c.ignore(MPT_HARMLESS)
-    c.require("no_bias", True)
-    attention = c.object("attn_config")
-    for key, right in {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"}.items():
-        if (value := attention.pop(key, right)) != right:
-            raise c.refuse(f"attn_config.{key}", value, f"not supported: must be {right}")
-    harmless = ("attn_impl", "attn_uses_sequence_id", *HARMLESS)  # transformers 5 writes those of every config here
-    for key in (k for k, v in attention.items() if k not in harmless and v not in OFF):
-        raise c.refuse(f"attn_config.{key}", attention[key], "not supported, and not ignored either")
-    return m, without_rotation(c, {"kind": "alibi"}, c.count("max_seq_len", default=2048), train_ctx)
-
-
-class Family(NamedTuple):
-    settings: Callable[[Config, int, int | None], Settings]  # (config.json, ctx to be read at, train_ctx) -> settings
+@dataclass(frozen=True)
+class Family:
     table: Table
+    keys: Keys  # of config.json that it reads
+    names: dict[str, str] = field(default_factory=dict)  # key -> its names in this family: Config.read
+    model: dict[str, Any] = field(default_factory=dict)  # settings of ModelConfig beside those that the keys give
+    gated: bool = True  # whether the MLP has a gate
+    layers: LayerRule = NO_WINDOWS
+    positions: Rotation | dict[str, Any] = ALL_ROTATE  # or the knobs of an encoding without a rotation
+    # Keys, also of an object, that must have the value of all its checkpoints, or none
+    requires: Callable[[ModelConfig], dict[str, Any]] = lambda m: {}
+    ignored: str = ""  # keys that change no logit of this family
     # Changes our state dict, and model.tied_head, by what the settings cannot express
-    fold: Callable[[Config, ModelConfig, dict[str, Tensor], Take], None] | None = None
+    fold: Callable[[dict[str, Any], ModelConfig, dict[str, Tensor], Take], None] | None = None
     unfold: Callable[[ModelConfig, dict[str, Tensor]], None] | None = None  # the inverse, where we write the family
 
+    @property
+    def by_type(self) -> bool:
+        """Whether it has rope_parameters of each type of layer."""
+        return isinstance(self.positions, Rotation) and self.positions.sliding_base is not None
 
-FAMILIES = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), Family(llama, LLAMA)) | {
-    "arcee": Family(llama, ARCEE),
-    "phi3": Family(phi3, PHI3),
-    "olmo2": Family(llama, OLMO2),
-    "olmo3": Family(olmo3, OLMO2),
-    "gemma3_text": Family(gemma3, GEMMA3, fold_gemma3, unfold_gemma3),
-    "cohere2": Family(cohere2, LLAMA, fold_cohere2),
-    "granite": Family(granite, LLAMA, fold_granite),
-    "stablelm": Family(stablelm, LLAMA),
-    "gpt_neox": Family(neox, NEOX),
-    "gptj": Family(gptj, GPTJ),
-    "gpt2": Family(gpt2, GPT2, fold_gpt2),
-    "bloom": Family(bloom, BLOOM, fold_bloom),
-    "mpt": Family(mpt, MPT),
+
+# ---- the table ----
+
+SIZES = dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), int)
+BASIC = SIZES | {"max_position_embeddings": int, "tie_word_embeddings": False, "rms_norm_eps": 1e-5}
+ROPE = {"rope_parameters": {}, "rope_scaling": {}, "original_max_position_embeddings": int | None}
+ROTATING = BASIC | ROPE | {"intermediate_size": int, "hidden_act": "silu", "rope_theta": 10_000.0}
+GQA = {"num_key_value_heads": int | None}
+LAYERS = {"layer_types": list | None}
+LLAMA = ROTATING | GQA | LAYERS | {"head_dim": int | None, "rms_norm_eps": 1e-6}
+PHI3_TYPES = {"default": "default"} | dict.fromkeys(("longrope", "su", "yarn"), "longrope")  # two are earlier names
+BIASES = {"attention_bias": False, "mlp_bias": False}
+WINDOW = {"sliding_window": 4096}
+SOME_WINDOWS = {"use_sliding_window": False, "max_window_layers": 28.0}
+QWEN = LLAMA | WINDOW | SOME_WINDOWS | {"num_key_value_heads": 32}
+OLMO2 = LLAMA | {"rms_norm_eps": 1e-5, "attention_bias": False}
+COHERE2_NOTES = {
+    **dict.fromkeys(("use_embedding_sharing", "use_gated_activation", "use_parallel_block"), True),
+    **{"use_parallel_embedding": True, "order_of_interleaved_layers": "local_attn_first"},
+    "position_embedding_type": "rope_gptj",
+}
+GRANITE = dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0)
+GPT2 = BASIC | {"intermediate_size": int | None, "hidden_act": "gelu_new"}
+
+LAYER_NORM = {"rms_norm_eps": "layer_norm_eps"}
+GPT2_NAMES = (
+    {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+    | {"intermediate_size": "n_inner", "hidden_act": "activation_function", "rms_norm_eps": "layer_norm_epsilon"}
+    | {"max_position_embeddings": "n_positions max_position_embeddings"}
+)
+BLOOM_NAMES = (
+    {"hidden_size": "n_embed hidden_size", "num_hidden_layers": "n_layer num_hidden_layers"}
+    | {"num_attention_heads": "n_head num_attention_heads", "max_position_embeddings": "seq_length"}
+    | {"rms_norm_eps": "layer_norm_epsilon"}
+)
+MPT_SIZES = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
+MPT_NAMES = MPT_SIZES | {"max_position_embeddings": "max_seq_len", "rms_norm_eps": "layer_norm_epsilon"}
+
+MPT_ATTENTION = {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"}
+
+QK_NORM = {"qk_norm": True, "qk_norm_weight": True}
+POST_NORM = {**QK_NORM, "qk_norm_all_heads": True, "residual": "serial_post"}
+LAYER = {"norm": "layer"}
+ALL_BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+
+
+FAMILIES = {
+    "llama": Family(weights.LLAMA, LLAMA | BIASES, requires=lambda m: {"activation": "swiglu"}),  # of Falcon 3
+    "mistral": Family(weights.LLAMA, LLAMA | WINDOW | {"num_key_value_heads": 8}, layers=ALL),
+    "qwen2": Family(weights.LLAMA, QWEN, model={"qkv_bias": True}, layers=LAST),
+    "qwen3": Family(weights.LLAMA, QWEN | {"head_dim": 128, "attention_bias": False}, model=QK_NORM, layers=LAST),
+    "smollm3": Family(
+        weights.LLAMA,
+        {**LLAMA, **BIASES, "num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True}
+        | {"no_rope_layers": list | None, "no_rope_layer_interval": 4}
+        | {"use_sliding_window": False, "sliding_window": int | None},
+        layers=WITHOUT_POSITIONS,
+    ),
+    "arcee": Family(weights.ARCEE, LLAMA | BIASES | {"hidden_act": "relu2", "rms_norm_eps": 1e-5}, gated=False),
+    "phi3": Family(
+        weights.PHI3,
+        LLAMA | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "sliding_window": int | None},
+        layers=ALL,
+        positions=Rotation(types=PHI3_TYPES, longrope_ctx=4096),
+    ),
+    "olmo2": Family(weights.OLMO2, OLMO2, model=POST_NORM),
+    "olmo3": Family(
+        weights.OLMO2,
+        OLMO2 | WINDOW | {"rope_theta": 500_000.0},
+        model=POST_NORM,
+        layers=SOME,
+        positions=Rotation(sliding_base=500_000.0),
+    ),
+    "gemma3_text": Family(
+        weights.GEMMA3,
+        {**LLAMA, **WINDOW, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+        | {"max_position_embeddings": 131_072, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+        | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "query_pre_attn_scalar": 256.0}
+        | {"sliding_window_pattern": 6, "attention_bias": False},
+        names={"hidden_act": "hidden_activation"},
+        model={**QK_NORM, "residual": "serial_both"},
+        layers=SOME,
+        positions=Rotation(sliding_base="rope_local_base_freq"),
+        ignored="hidden_act cache_implementation _sliding_window_pattern",  # transformers does not read them
+        fold=weights.fold_gemma3,
+        unfold=weights.unfold_gemma3,
+    ),
+    "cohere2": Family(
+        weights.LLAMA,
+        {**ROTATING, **WINDOW, **GQA, **LAYERS, "max_position_embeddings": 8192, "attention_bias": False}
+        | {"tie_word_embeddings": True, "sliding_window_pattern": 4, "logit_scale": 0.0625},
+        names=LAYER_NORM,
+        model={**LAYER, "norm_bias": False, "residual": "parallel_shared"},
+        layers=SOME._replace(only_windows_rotate=True),
+        positions=Rotation(interleaved=True),
+        # transformers divides the width by the heads, whatever head_dim is. The others, of older files, describe the
+        # architecture, and transformers does not read them.
+        requires=lambda m: {"head_dim": m.head_width, **COHERE2_NOTES},
+        ignored="cache_implementation layer_switch rotary_pct _sliding_window_pattern",
+        fold=weights.fold_cohere2,
+    ),
+    "granite": Family(weights.LLAMA, LLAMA | BIASES | GRANITE, fold=weights.fold_granite),
+    "stablelm": Family(
+        weights.LLAMA,
+        {**ROTATING, "num_key_value_heads": 32, "partial_rotary_factor": 0.25}
+        | {"qkv_bias": False, "use_parallel_residual": False},
+        names={**LAYER_NORM, "qkv_bias": "use_qkv_bias"},
+        model={**LAYER, "residual": "parallel_shared"},
+    ),
+    "gpt_neox": Family(
+        weights.NEOX,
+        {**ROTATING, "hidden_act": "gelu", "attention_bias": True}
+        | {"partial_rotary_factor": 0.25, "use_parallel_residual": True},
+        names={**LAYER_NORM, "partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+        model={**LAYER, "mlp_bias": True, "residual": "parallel"},
+        gated=False,
+        # transformers 4.45 and later write the same two values under these names, too; transformers reads the old ones
+        ignored="rope_theta partial_rotary_factor",
+    ),
+    "gptj": Family(
+        weights.GPTJ,
+        GPT2 | ROPE | {"max_position_embeddings": 2048, "rotary_dim": 64},
+        names=GPT2_NAMES,
+        model={**LAYER, "mlp_bias": True, "head_bias": True, "residual": "parallel_shared"},
+        gated=False,
+        positions=Rotation(interleaved=True, types={"default": "default"}, base=10_000.0),
+        ignored="rope_theta scale_attn_weights",  # as transformers
+    ),
+    "gpt2": Family(
+        weights.GPT2,
+        {**GPT2, "max_position_embeddings": 1024, "tie_word_embeddings": True}
+        | {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+        names=GPT2_NAMES,
+        model={**LAYER, **ALL_BIASES},
+        gated=False,
+        positions={"kind": "learned"},
+        ignored="reorder_and_upcast_attn",  # the same scores in another order
+        fold=weights.fold_gpt2,
+    ),
+    "bloom": Family(
+        weights.BLOOM,
+        BASIC | {"max_position_embeddings": int | None, "tie_word_embeddings": True},
+        names=BLOOM_NAMES,
+        model={**LAYER, **ALL_BIASES, "mlp": "gelu"},
+        positions={"kind": "alibi"},
+        requires=lambda m: {"n_inner": 4 * m.width},
+        # Settings of the code that trained these models, and of sums in another order
+        ignored="""attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi skip_bias_add
+            skip_bias_add_qkv slow_but_exact""",
+        fold=weights.fold_bloom,
+    ),
+    "mpt": Family(
+        weights.MPT,
+        BASIC | {"max_position_embeddings": 2048, "tie_word_embeddings": True},
+        names=MPT_NAMES,
+        model={**LAYER, "norm_bias": False, "mlp": "gelu_exact"},
+        positions={"kind": "alibi"},
+        requires=lambda m: {"no_bias": True, "expansion_ratio": 4, "attn_config": MPT_ATTENTION},
+        # transformers reads none of these; learned_pos_emb beside ALiBi neither
+        ignored="""learned_pos_emb init_device init_config embedding_fraction verbose norm_type emb_pdrop tokenizer_name
+            attn_impl attn_uses_sequence_id""",
+    ),
 }  # by model_type
+
+
+# ---- settings ----
+
+
+def read_family(c: Config, family: Family, ctx: int, train_ctx: int | None) -> tuple[ModelConfig, PositionSettings]:
+    """The settings in config.json. ctx: the longest length to evaluate; train_ctx: that of the pre-training, or None.
+
+    UserError for a setting that our GPT does not have. c.settings then has the values of the family's keys.
+    """
+    c.settings = c.read(family.keys, family.names)
+    m = read_model(c, family)
+    c.ignore(family.ignored)
+    c.require(family.requires(m))
+    if isinstance(family.positions, Rotation):
+        positions = read_positions(c, family.layers, family.positions, m.head_width, train_ctx)
+    else:
+        longest = c.settings["max_position_embeddings"]
+        learned = family.positions["kind"] == "learned"
+        if learned and longest < ctx:
+            reason = f"not supported past itself, and ctx={ctx}: try ctx={longest}"
+            raise c.refuse("max_position_embeddings", longest, reason)
+        knobs = family.positions | ({"max_positions": longest} if learned else {})
+        L = agreed_ctx(c, longest, train_ctx, f"{c.path}: does not contain the context it was trained at")
+        positions = PositionSettings(knobs, {"kind": "none"}, L, L)
+    c.finish()
+    return m, positions
+
+
+def read_model(c: Config, family: Family) -> ModelConfig:
+    s, keys = c.settings, family.keys
+    m = ModelConfig(**{setting: s[key] for key, setting in SETTINGS.items() if key in keys})
+    m.mlp_width = m.mlp_width or 4 * m.width
+    m.qkv_bias |= m.out_bias
+    if "num_key_value_heads" in keys:
+        m.n_kv_heads = m.kv_heads
+    if "head_dim" in keys:
+        m.head_dim = max(1, m.head_width)
+    if "hidden_act" in keys:
+        known = ACTIVATIONS[family.gated]
+        if s["hidden_act"] not in known:
+            raise c.refuse("hidden_act", s["hidden_act"], f"not supported: must be {', '.join(known)}")
+        m.mlp = known[s["hidden_act"]]
+    for name, value in family.model.items():
+        setattr(m, name, value)
+    if not s.get("use_parallel_residual", True):
+        m.residual = "serial"
+    if m.head_dim is None and m.width % m.n_heads:
+        raise c.refuse("hidden_size", m.width, f"must be a multiple of the {m.n_heads} attention heads")
+    if m.n_heads % m.kv_heads:
+        raise c.refuse("num_key_value_heads", m.kv_heads, f"must be a divisor of the {m.n_heads} attention heads")
+    return m
+
+
+def model_keys(m: ModelConfig, family: Family) -> dict[str, Any]:
+    """The keys of config.json that say these settings, as far as the family has them: the inverse of `read_model`."""
+    activation = next((name for name, mlp in ACTIVATIONS[family.gated].items() if mlp == m.mlp), None)
+    keys = {key: getattr(m, setting) for key, setting in SETTINGS.items()}
+    return keys | {"hidden_act": activation, "query_pre_attn_scalar": m.head_width, "logit_scale": 1.0}

@@ -1,28 +1,51 @@
 """The rotary op: rope(q, k, phase) and rope_packed(qkv, ...), exact at any position, twice differentiable.
 
-One name, two implementations (kernels/choice.py): kernels/rope_triton.py for CUDA tensors (and, with TRITON_INTERPRET=1
+One name, two implementations: kernels/rope_triton.py for CUDA tensors (and, with TRITON_INTERPRET=1
 and kernel=triton, on any device), kernels/rope_torch.py otherwise. Both compute in float32 from the same integer phases
 and round one time.
 """
 
+import importlib.util
+import os
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from kernels import rope_torch
-from kernels.choice import uses_triton
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of the kernel
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None  # triton has no wheel for some platforms
+kernel = "auto"  # or triton or torch, for the whole process; choose() sets it
 
 
-def _implementation(x: Tensor) -> ModuleType:
-    """The module whose rope and rope_packed take tensors like x."""
-    if x.dtype in DTYPES and uses_triton(x.device):
-        from kernels import rope_triton
+def choose(name: str, device: torch.device) -> None:
+    """Set the implementation for the rest of this process: auto, triton or torch.
 
-        return rope_triton
-    return rope_torch
+    ValueError if triton is chosen and cannot run on this device.
+    """
+    global kernel
+    if name == "triton" and not (TRITON_INSTALLED and (device.type == "cuda" or INTERPRETED)):
+        reason = f"device={device.type} is not a CUDA device" if TRITON_INSTALLED else "triton is not installed"
+        raise ValueError(f"kernel=triton: {reason}: use kernel=auto")
+    kernel = name
+    uses_triton(device)  # loads the kernel
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Whether rope runs the kernel on this device (for float32, float16 and bfloat16). Imports it if so."""
+    return implementation(device) is not rope_torch
+
+
+def implementation(device: torch.device, dtype: torch.dtype = torch.float32) -> ModuleType:
+    """The module whose rope and rope_packed take tensors of this device and dtype."""
+    runs_here = TRITON_INSTALLED and (device.type == "cuda" or (kernel == "triton" and INTERPRETED))
+    if kernel == "torch" or not runs_here or dtype not in DTYPES:
+        return rope_torch
+    from kernels import rope_triton  # loads triton, and registers the ops: before anything is compiled
+
+    return rope_triton
 
 
 def rope(
@@ -43,7 +66,7 @@ def rope(
     The kernel's results are contiguous. ValueError: a shape, dtype or device is wrong; the message names it.
     """
     check(q, k, phase, positions)
-    return _implementation(q).rope(q, k, phase, positions, offset, interleaved, scale)
+    return implementation(q.device, q.dtype).rope(q, k, phase, positions, offset, interleaved, scale)
 
 
 def rope_packed(
@@ -66,29 +89,23 @@ def rope_packed(
         raise ValueError(f"qkv has shape {tuple(qkv.shape)}: must be [B, T, n_q + 2 n_k = {n_q + 2 * n_k}, D]")
     q, k, _ = qkv.split((n_q, n_k, n_k), dim=2)
     check(q, k, phase, positions)
-    return _implementation(qkv).rope_packed(qkv, n_q, n_k, phase, positions, offset, interleaved, scale)
+    options = (phase, positions, offset, interleaved, scale)
+    return implementation(qkv.device, qkv.dtype).rope_packed(qkv, n_q, n_k, *options)
 
 
 def check(q: Tensor, k: Tensor, phase: Tensor, positions: Tensor | None) -> None:
-    """ValueError that names the wrong argument, its value and what is right."""
-
-    def need(ok: bool, name: str, value: object, right: str) -> None:
-        if not ok:
-            raise ValueError(f"{name}={value}: must be {right}")
-
-    for name, x in (("q", q), ("k", k)):
-        need(x.dim() == 4, f"{name}.shape", tuple(x.shape), "[B, T, heads, D]")
-        ok = x.dtype in (*DTYPES, torch.float64)
-        need(ok, f"{name}.dtype", x.dtype, "float32, float16 or bfloat16 (float64 in plain torch)")
-    right = f"[{q.shape[0]}, {q.shape[1]}, heads, {q.shape[3]}] as q is"
-    need(k.shape[:2] == q.shape[:2] and k.shape[3] == q.shape[3], "k.shape", tuple(k.shape), right)
-    need(k.dtype == q.dtype, "k.dtype", k.dtype, f"{q.dtype} as q's")
-    need(k.device == q.device, "k.device", k.device, f"{q.device} as q's")
-    need(phase.dtype == torch.int64 and phase.dim() == 1, "phase", f"{phase.dtype} {tuple(phase.shape)}", "int64 [P]")
-    need(1 <= len(phase) <= q.shape[3] // 2, "len(phase)", len(phase), f"from 1 to D / 2 = {q.shape[3] / 2:g}")
-    need(phase.device == q.device, "phase.device", phase.device, f"{q.device} as q's")
+    """ValueError that names the wrong argument, what it is and what is right."""
+    D, like_q = q.shape[-1], f"as q is {list(q.shape)}"
+    k_fits = k.dim() == 4 and k.shape[:2] == q.shape[:2] and k.shape[3] == D
+    rules = [  # argument, its name, right dtypes, whether its shape is right, right shapes
+        (q, "q", (*DTYPES, torch.float64), q.dim() == 4, "[B, T, heads, D]"),
+        (k, "k", (q.dtype,), k_fits, f"[B, T, heads, D] {like_q}"),
+        (phase, "phase", (torch.int64,), phase.dim() == 1 and 1 <= len(phase) <= D // 2, f"[1 .. D / 2 = {D // 2}]"),
+    ]
     if positions is not None:
-        need(positions.dtype in (torch.int32, torch.int64), "positions.dtype", positions.dtype, "int32 or int64")
-        shapes = ((q.shape[1],), (q.shape[0], q.shape[1]))
-        need(tuple(positions.shape) in shapes, "positions.shape", tuple(positions.shape), f"{shapes[0]} or {shapes[1]}")
-        need(positions.device == q.device, "positions.device", positions.device, f"{q.device} as q's")
+        fits = positions.shape in (q.shape[1:2], q.shape[:2])
+        rules.append((positions, "positions", (torch.int32, torch.int64), fits, f"[T] or [B, T] {like_q}"))
+    for x, name, dtypes, fits, shape in rules:
+        if not (fits and x.dtype in dtypes and x.device == q.device):
+            right = f"{' or '.join(map(str, dtypes))} {shape} on {q.device}"
+            raise ValueError(f"{name} is {x.dtype} {list(x.shape)} on {x.device}: must be {right}")

@@ -1,4 +1,6 @@
-"""The rotary op in plain torch: it runs where the kernel does not, and is the oracle that the kernel is tested with."""
+"""The rotary op in plain torch, a file of its own beside the kernel: it runs where that does not, and is its oracle."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +19,7 @@ def rope(
     return rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)
 
 
-def rope_packed(
-    qkv: Tensor, n_q: int, n_k: int, phase: Tensor, positions: Tensor | None, offset: int, interleaved: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """kernels.rope.rope_packed: the arguments and results are the same."""
+def rope_packed(qkv: Tensor, n_q: int, n_k: int, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """kernels.rope.rope_packed: the arguments and results are the same. options: those of rope after q and k."""
     q, k, v = qkv.split((n_q, n_k, n_k), dim=2)
-    return *rope(q, k, phase, positions, offset, interleaved, scale), v
+    return *rope(q, k, *options), v

@@ -18,8 +18,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, library as torch_ops
+from triton.language import constexpr
 
 HEADS = 16  # heads in one program, as a loop over heads that share their sines and cosines
+WARPS = 4
 
 
 # ---- the kernel ----
@@ -45,11 +47,25 @@ def _cos_sin(turn):
 
 
 @triton.jit
+def _angles(phase_ptr, p_row, t, T, offset, sign, scale, P: constexpr, BLOCK_P: constexpr, HAS_POSITIONS: constexpr):
+    """cos and sin times scale, float32 [BLOCK_T, BLOCK_P], of the tokens t. p_row: the positions of this batch row."""
+    pair = tl.arange(0, BLOCK_P)
+    phase = tl.load(phase_ptr + pair, mask=pair < P, other=0)
+    position = t
+    if HAS_POSITIONS:
+        position = tl.load(p_row + t, mask=t < T, other=0).to(tl.int64)
+    # The product overflows modulo 2^64, which is the reduction modulo full rotations.
+    signed = (position + offset) * sign
+    cos, sin = _cos_sin(((signed[:, None] * phase[None, :]) >> 32).to(tl.int32))
+    factor = tl.full((1, 1), scale, tl.float32)  # a caller that types scale as float64 would make all of this float64
+    return cos * factor, sin * factor
+
+
+@triton.jit
 def _load_head(
-    x_row, inside, D: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_TAIL: tl.constexpr,
-    BLOCK_T: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """One head of BLOCK_T tokens, float32: both halves of the pairs [BLOCK_T, BLOCK_P], the rest [BLOCK_T, BLOCK_TAIL].
+    x_row, inside, D: constexpr, P: constexpr, BLOCK_P: constexpr, BLOCK_TAIL: constexpr, INTERLEAVED: constexpr
+):
+    """One head of some tokens, float32: both halves of the pairs [BLOCK_T, BLOCK_P], the rest [BLOCK_T, BLOCK_TAIL].
 
     x_row: pointers [BLOCK_T, 1] to the head of each token. inside: bool [BLOCK_T, 1], whether it exists.
     """
@@ -58,7 +74,7 @@ def _load_head(
     if INTERLEAVED:
         both = tl.arange(0, 2 * BLOCK_P)[None, :]
         x = tl.load(x_row + both, mask=inside & (both < 2 * P), other=0.0).to(tl.float32)
-        x1, x2 = tl.split(tl.reshape(x, (BLOCK_T, BLOCK_P, 2)))
+        x1, x2 = tl.split(tl.reshape(x, (x_row.shape[0], BLOCK_P, 2)))
     else:
         x1 = tl.load(x_row + pair, mask=mask, other=0.0).to(tl.float32)
         x2 = tl.load(x_row + P + pair, mask=mask, other=0.0).to(tl.float32)
@@ -70,33 +86,61 @@ def _load_head(
 
 
 @triton.jit
-def _store_head(
-    y_row, inside, y1, y2, rest, D: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_TAIL: tl.constexpr,
-    BLOCK_T: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
+def _store_head(y_row, inside, y1, y2, rest, D: constexpr, P: constexpr, INTERLEAVED: constexpr):
     """The inverse of _load_head: the arguments are those, and the tiles are rounded to the dtype of y."""
     out = y_row.dtype.element_ty
+    BLOCK_P: constexpr = y1.shape[1]
     pair = tl.arange(0, BLOCK_P)[None, :]
     mask = inside & (pair < P)
     if INTERLEAVED:
         both = tl.arange(0, 2 * BLOCK_P)[None, :]
-        y = tl.reshape(tl.join(y1, y2), (BLOCK_T, 2 * BLOCK_P))
+        y = tl.reshape(tl.join(y1, y2), (y1.shape[0], 2 * BLOCK_P))
         tl.store(y_row + both, y.to(out), mask=inside & (both < 2 * P))
     else:
         tl.store(y_row + pair, y1.to(out), mask=mask)
         tl.store(y_row + P + pair, y2.to(out), mask=mask)
     if 2 * P < D:
-        tail = tl.arange(0, BLOCK_TAIL)[None, :]
+        tail = tl.arange(0, rest.shape[1])[None, :]
         tl.store(y_row + 2 * P + tail, rest.to(out), mask=inside & (tail < D - 2 * P))
 
 
 @triton.jit(do_not_specialize=["T", "H", "G", "p_sb", "offset", "sign", "k_program"])
 def _rope_kernel(
-    q_ptr, q_sb, q_st, q_sh, k_ptr, k_sb, k_st, k_sh, yq_ptr, yq_sb, yq_st, yq_sh, yk_ptr, yk_sb, yk_st, yk_sh,
-    phase_ptr, positions_ptr, p_sb, offset, sign, scale, T, H, G, k_program,
-    D: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_TAIL: tl.constexpr, BLOCK_T: tl.constexpr,
-    HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    q_sb,
+    q_st,
+    q_sh,
+    k_ptr,
+    k_sb,
+    k_st,
+    k_sh,
+    yq_ptr,
+    yq_sb,
+    yq_st,
+    yq_sh,
+    yk_ptr,
+    yk_sb,
+    yk_st,
+    yk_sh,
+    phase_ptr,
+    positions_ptr,
+    p_sb,
+    offset,
+    sign,
+    scale,
+    T,
+    H,
+    G,
+    k_program,
+    D: constexpr,
+    P: constexpr,
+    BLOCK_P: constexpr,
+    BLOCK_TAIL: constexpr,
+    BLOCK_T: constexpr,
+    HEADS: constexpr,
+    INTERLEAVED: constexpr,
+    HAS_POSITIONS: constexpr,
+):
     """Program (time block, head block, batch row). Head blocks 0 .. k_program - 1 rotate q, the others k.
 
     *_sb, *_st, *_sh: strides of batch, time and head in elements; the stride of the last dimension is 1. p_sb: stride
@@ -114,20 +158,12 @@ def _rope_kernel(
     y_row = y_ptr + b * y_sb + h * y_sh + t[:, None] * y_st
     # Of a head that does not exist no token is inside. (Triton 3.9's interpreter takes no mask & scalar as a mask.)
     inside = t[:, None] < tl.where(h < N, T, 0)
-    x1, x2, rest = _load_head(x_row, inside, D, P, BLOCK_P, BLOCK_TAIL, BLOCK_T, INTERLEAVED)
+    x1, x2, rest = _load_head(x_row, inside, D, P, BLOCK_P, BLOCK_TAIL, INTERLEAVED)
 
     # ptxas reorders loads, so it decides whether the angles are computed while the first head is being read;
     # docs/kernel.md lists the variants where they are.
-    pair = tl.arange(0, BLOCK_P)
-    phase = tl.load(phase_ptr + pair, mask=pair < P, other=0)
-    if HAS_POSITIONS:
-        position = tl.load(positions_ptr + b * p_sb + t, mask=t < T, other=0).to(tl.int64) + offset
-    else:
-        position = t + offset
-    # The product overflows modulo 2^64, which is the reduction modulo full rotations.
-    cos, sin = _cos_sin((((position * sign)[:, None] * phase[None, :]) >> 32).to(tl.int32))
-    factor = tl.full((1, 1), scale, tl.float32)  # a caller that types scale as float64 would make all of this float64
-    cos, sin = cos * factor, sin * factor
+    p_row = positions_ptr + b * p_sb
+    cos, sin = _angles(phase_ptr, p_row, t, T, offset, sign, scale, P, BLOCK_P, HAS_POSITIONS)
 
     for i in tl.static_range(HEADS):
         y1, y2, kept = x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest
@@ -135,34 +171,30 @@ def _rope_kernel(
         x_row += x_sh  # not + i * x_sh, a product of 32 bits
         if i + 1 < HEADS:  # the next head is read before this one is written
             inside = t[:, None] < tl.where(h + i + 1 < N, T, 0)
-            x1, x2, rest = _load_head(x_row, inside, D, P, BLOCK_P, BLOCK_TAIL, BLOCK_T, INTERLEAVED)
-        _store_head(y_row, this_inside, y1, y2, kept, D, P, BLOCK_P, BLOCK_TAIL, BLOCK_T, INTERLEAVED)
+            x1, x2, rest = _load_head(x_row, inside, D, P, BLOCK_P, BLOCK_TAIL, INTERLEAVED)
+        _store_head(y_row, this_inside, y1, y2, kept, D, P, INTERLEAVED)
         y_row += y_sh
 
 
 # ---- the launch ----
 
 
-def tile(P: int, itemsize: int, warps: int = 4) -> dict[str, Any]:
+def tile(P: int, itemsize: int) -> dict[str, Any]:
     """Block sizes for P rotary pairs and elements of `itemsize` bytes: a fixed rule, no autotuning.
 
     Each lane loads 128 bits of each half of a head, so all versions of Triton choose the same layout: a lane holds
-    neighbouring elements of one token (python -m bench.sass shows it; python -m bench.rope sweep tries other tiles).
+    neighbouring elements of one token (python -m bench.sass shows it).
     """
     BLOCK_P = triton.next_power_of_2(P)
-    BLOCK_T = max(1, 32 * warps * 16 // (BLOCK_P * itemsize))
-    return {"BLOCK_P": BLOCK_P, "BLOCK_T": min(64, BLOCK_T), "HEADS": HEADS, "num_warps": warps}
+    BLOCK_T = max(1, 32 * WARPS * 16 // (BLOCK_P * itemsize))
+    return {"BLOCK_P": BLOCK_P, "BLOCK_T": min(64, BLOCK_T), "HEADS": HEADS, "num_warps": WARPS}
 
 
-def launch(
-    q: Tensor, k: Tensor, yq: Tensor, yk: Tensor, phase: Tensor, positions: Tensor | None, offset: int,
-    interleaved: bool, scale: float, inverse: bool, block: dict[str, Any] | None = None,
-) -> None:  # fmt: skip
-    """Rotate q [B, T, H, D] and k [B, T, G, D] into yq and yk of the same shapes.
+def launch(q, k, yq, yk, phase, positions, offset, interleaved, scale, inverse) -> None:
+    """Rotate q [B, T, H, D] and k [B, T, G, D] into yq and yk of the same shapes, which may be parts of one tensor.
 
     All may have any strides, but those of yq and yk must be 1 in the last dimension. inverse: rotate by the negative
-    angles. The next arguments are those of kernels.rope.rope. block: a tile other than `tile`, for
-    benchmarks.
+    angles. The other arguments are those of kernels.rope.rope.
     """
     B, T, H, D = q.shape
     G, P = k.shape[2], len(phase)
@@ -170,17 +202,17 @@ def launch(
         return
     q, k, phase = _unit_stride(q), _unit_stride(k), _unit_stride(phase)
     positions = None if positions is None else _unit_stride(positions)
-    block = block or tile(P, q.element_size())
+    block = tile(P, q.element_size())
     k_program = triton.cdiv(H, block["HEADS"])
     grid = (triton.cdiv(T, block["BLOCK_T"]), k_program + triton.cdiv(G, block["HEADS"]), B)
     p_sb = 0 if positions is None or positions.dim() == 1 else positions.stride(0)
     kernel: Any = _rope_kernel  # plain numbers may stand for its constexpr parameters
+    heads = [argument for x in (q, k, yq, yk) for argument in (x, *x.stride()[:3])]
+    at = (phase, phase if positions is None else positions, p_sb, offset, -1 if inverse else 1, scale)
+    block["BLOCK_TAIL"] = triton.next_power_of_2(max(1, D - 2 * P))
     kernel[grid](
-        q, *q.stride()[:3], k, *k.stride()[:3], yq, *yq.stride()[:3], yk, *yk.stride()[:3],
-        phase, phase if positions is None else positions, p_sb, offset, -1 if inverse else 1, scale, T, H, G, k_program,
-        D=D, P=P, BLOCK_TAIL=triton.next_power_of_2(max(1, D - 2 * P)),
-        INTERLEAVED=interleaved, HAS_POSITIONS=positions is not None, **block,
-    )  # fmt: skip
+        *heads, *at, T, H, G, k_program, D=D, P=P, INTERLEAVED=interleaved, HAS_POSITIONS=positions is not None, **block
+    )
 
 
 def _unit_stride(x: Tensor) -> Tensor:
@@ -196,45 +228,42 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 # custom_op, into which torch.compile does not look: of a triton_op it copies the two views of one packed gradient, and
 # its cache does not notice an edited kernel. Nothing around the rotation could be fused with it but copies.
+# `angles` are the arguments of `launch` after yk.
+ANGLES = "Tensor phase, Tensor? positions, int offset, bool interleaved, float scale, bool inverse"
 
 
-@torch_ops.custom_op("ropewalk::rotate", mutates_args=())
-def _rotate(
-    q: Tensor, k: Tensor, phase: Tensor, positions: Tensor | None, offset: int, interleaved: bool, scale: float,
-    inverse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+@torch_ops.custom_op("ropewalk::rotate", mutates_args=(), schema=f"(Tensor q, Tensor k, {ANGLES}) -> (Tensor, Tensor)")
+def _rotate(q, k, *angles):
     yq, yk = _empty(q), _empty(k)
-    launch(q, k, yq, yk, phase, positions, offset, interleaved, scale, inverse)
+    launch(q, k, yq, yk, *angles)
     return yq, yk
 
 
-@torch_ops.custom_op("ropewalk::rotate_into_packed", mutates_args=())
-def _rotate_into_packed(
-    q: Tensor, k: Tensor, v: Tensor, phase: Tensor, positions: Tensor | None, offset: int, interleaved: bool,
-    scale: float, inverse: bool,
-) -> Tensor:  # fmt: skip
+@torch_ops.custom_op(
+    "ropewalk::rotate_into_packed", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {ANGLES}) -> Tensor"
+)
+def _rotate_into_packed(q, k, v, *angles):
     """[B, T, H + 2 G, D]: q and k rotated and v copied, side by side."""
-    B, T, H, D = q.shape
-    packed = torch.empty(B, T, H + 2 * k.shape[2], D, dtype=q.dtype, device=q.device)
-    yq, yk, yv = packed.split((H, k.shape[2], k.shape[2]), dim=2)
-    launch(q, k, yq, yk, phase, positions, offset, interleaved, scale, inverse)
+    packed = _packed(q, k)
+    yq, yk, yv = packed.split((q.shape[2], k.shape[2], k.shape[2]), dim=2)
+    launch(q, k, yq, yk, *angles)
     yv.copy_(v)
     return packed
 
 
-@_rotate.register_fake
-def _(q, k, phase, positions, offset, interleaved, scale, inverse):
-    return _empty(q), _empty(k)
+_rotate.register_fake(lambda q, k, *angles: (_empty(q), _empty(k)))
+_rotate_into_packed.register_fake(lambda q, k, v, *angles: _packed(q, k))
 
 
-@_rotate_into_packed.register_fake
-def _(q, k, v, phase, positions, offset, interleaved, scale, inverse):
-    return q.new_empty(q.shape[0], q.shape[1], q.shape[2] + 2 * k.shape[2], q.shape[3])
+def _packed(q: Tensor, k: Tensor) -> Tensor:
+    """A new tensor [B, T, H + 2 G, D]."""
+    B, T, H, D = q.shape
+    return q.new_empty(B, T, H + 2 * k.shape[2], D)
 
 
 def _empty(x: Tensor) -> Tensor:
     """A new contiguous tensor: empty_like would copy the strides of a packed view."""
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return x.new_empty(x.shape)
 
 
 # ---- gradients: R(theta)^T = R(-theta), so backward is the same op and can be differentiated again ----
@@ -292,9 +321,6 @@ def rope(
     return _rotate(q, k, phase, positions, offset, interleaved, scale, False)
 
 
-def rope_packed(
-    qkv: Tensor, n_q: int, n_k: int, phase: Tensor, positions: Tensor | None, offset: int, interleaved: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """kernels.rope_packed by the kernel."""
-    return _RotatePacked.apply(qkv, n_q, n_k, phase, positions, offset, interleaved, scale)
+def rope_packed(qkv: Tensor, n_q: int, n_k: int, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """kernels.rope_packed by the kernel. options: those of rope after q and k."""
+    return _RotatePacked.apply(qkv, n_q, n_k, *options)

@@ -1,41 +1,244 @@
-"""What eval.py shows in addition, if asked: by_position=true, by_antecedent=true, key_tokens=RUN."""
+"""What eval.py shows in addition, if asked: gains by groups of targets, and the loss by position.
 
-from collections.abc import Sequence
+* by_antecedent=true: by the distance of each target to its antecedent. The antecedent is the latest earlier place in
+  the document where the target's last five tokens (four before it and the target) occurred. A model that copies can
+  predict such a target from it, if it can use context at that distance. Targets without one gain little from any
+  context.
+* key_tokens=RUN: on key tokens, the targets whose prediction needs long context. A reference run that was fine-tuned at
+  a longer context chooses them, never the evaluated run: targets whose loss with that context is more than 2 nats lower
+  than with L tokens, and below 2 nats (LongPPL, Fang et al. 2024, arXiv 2410.23771, which measures perplexity on these
+  tokens only).
+* by_position=true: the loss by position, from the first ctx tokens of each document in one pass.
 
-from conf.errors import check
-from conf.eval_schema import EvalConfig
-from measure import positions
-from measure.antecedents import antecedent_groups
-from measure.curves import Curve
-from measure.evaluation import Evaluation, Method
-from measure.groups import report
-from measure.key_tokens import key_token_groups
-from model.scaling import NO_CHANGE
+Groups are computed from the losses of single targets that are in a file beside every curve; nothing is measured again.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conf.errors import UserError, check
+from conf.schema import EvalConfig
+from data.held_out import ngram_hashes
+from measure.curves import Curve, Row, controls, losses_file, read_curve, write_jsonl
+from measure.evaluation import NONE, WINDOW, Evaluation, Method
+from measure.intervals import bootstrap, interval_text
+from measure.report import print_table
+from measure.tasks.matched import NEAR, Matched
+from measure.tasks.prefix import Prefix
+from measure.wandb_curves import log_table
+
+NGRAM = 5
+EDGES = (64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # of the distances to the antecedent, tokens
+SAVES, BELOW = 2.0, 2.0  # of key tokens, nats
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A partition of the targets."""
+
+    title: str  # antecedent, key_tokens=RUN
+    names: list[str]
+    group: np.ndarray  # int [documents, windows, scored]: the group of each target of the windows scored up to NEAR
 
 
 class Breakdowns:
     """The requested breakdowns of one evaluation. UserError for one that its task or the reference run cannot have."""
 
     def __init__(self, evaluation: Evaluation, methods: Sequence[Method], requested: Method, cfg: EvalConfig):
+        """methods: no scaling, the window control, and the requested method if it is another."""
         self.evaluation, self.methods, self.requested, self.cfg = evaluation, methods, requested, cfg
         right = "false: a task with an answer has no loss by position"
         check(not (cfg.by_position and evaluation.task.accuracy), "by_position", cfg.by_position, right)
         self.groups = [antecedent_groups(evaluation)] if cfg.by_antecedent else []
         if cfg.key_tokens:
             self.groups.append(key_token_groups(evaluation, cfg.key_tokens, cfg.runs))
-        # Processed by `measure`: the first ctx tokens of each document, with each method
-        shape = (cfg.by_position * len(methods) * len(evaluation.task.names), evaluation.ctx)
-        self.flops = evaluation.flops(shape, evaluation.ctx, NO_CHANGE)
-        self.by_position: dict[str, list[dict]] = {}
+        self.positions: list[dict[str, Any]] = []
 
     def measure(self) -> None:
-        """Compute the losses by position. The other breakdowns use the losses that the curves were computed from."""
-        if self.cfg.by_position:
-            self.by_position = {m.label: positions.loss_by_position(self.evaluation, m) for m in self.methods}
+        """Compute the losses by position. The gains by group use the losses that the curves were computed from."""
+        evaluation, ctx = self.evaluation, self.evaluation.ctx
+        for method in self.methods if self.cfg.by_position else ():
+            (piece,) = Prefix(evaluation.run.corpus, ctx, len(evaluation.task.names)).pieces(ctx)
+            about = {"run": evaluation.run.name, "ctx": ctx, "label": method.label}
+            rows = position_rows(evaluation.measure(piece, evaluation.change(method, ctx)))
+            self.positions += [about | row for row in rows]
 
     def show(self, curves: dict[str, Curve]) -> None:
-        """Print the tables, and write rows and pictures. curves: label -> curve."""
-        if self.by_position:
-            positions.print_and_write(self.evaluation, self.methods, self.by_position)
+        """Print the tables, write rows, and log to wandb. curves: label -> curve."""
+        method = self.requested
+        if self.positions:
+            print_positions(self.positions, self.evaluation.run.context.train_ctx)
+            write_jsonl(self.file("position"), self.positions)
         for groups in self.groups:
-            report(self.evaluation, curves, self.requested, groups, self.cfg.project)
+            rows, file = group_rows(self.evaluation, curves, method, groups), self.file(groups.title)
+            title = f"gain of {method.label} over the better control by {groups.title}, nats/token [95 %]"
+            print_groups(rows, title)
+            write_jsonl(file, rows)
+            log_table(self.cfg.project, self.evaluation, method, groups.title, rows)
+            print(f"rows: {file}")
+
+    def file(self, title: str) -> Path:
+        """Its name tells weights, method (as that of the curve's file), length and texts apart."""
+        evaluation, curve = self.evaluation, self.evaluation.curve_file(self.requested)
+        return curve.parent / "groups" / f"{title}-{curve.stem}-ctx{evaluation.ctx}-{evaluation.texts}.jsonl"
+
+
+# ---- the groups ----
+
+
+def matched_task(evaluation: Evaluation, setting: str) -> Matched:
+    """The task of the evaluation. UserError unless it is `matched`, whose targets have a place in a document."""
+    if not isinstance(evaluation.task, Matched):
+        raise UserError(f"{setting}: is for task=matched only, and this is task={evaluation.task.label}")
+    L = evaluation.run.context.longest_trained_ctx
+    check(evaluation.lengths[-1] > L, "ctx", evaluation.ctx, f"above the trained context {L}: {setting} shows gains")
+    return evaluation.task
+
+
+def antecedents(tokens: np.ndarray, n: int = NGRAM) -> np.ndarray:
+    """int64 [N]: tokens back to the latest earlier occurrence of the n-gram that ends here; 0 if there is none."""
+    hashes = ngram_hashes(tokens, n)
+    order = np.argsort(hashes, kind="stable")  # equal n-grams follow one another, in the order of their positions
+    distances = np.zeros(len(tokens), dtype=np.int64)
+    same = hashes[order][1:] == hashes[order][:-1]
+    distances[order[1:][same] + n - 1] = np.diff(order)[same]
+    return distances
+
+
+def antecedent_groups(evaluation: Evaluation) -> Groups:
+    """The targets by the distance to their antecedent: none, < 64, < 256, ..., up to the longest length."""
+    task = matched_task(evaluation, "by_antecedent=true")
+    edges = [edge for edge in EDGES if edge < evaluation.ctx] + [evaluation.ctx]
+    repeats = [antecedents(d.tokens) for d in task.documents]
+    s = task.scored_tokens
+    distances = [[d[end - s : end] for end in ends[task.near]] for d, ends in zip(repeats, task.ends, strict=True)]
+    group = np.where(np.array(distances) == 0, 0, 1 + np.searchsorted(edges, distances, side="right"))
+    names = ["none", *(f"< {edge}" for edge in edges), f">= {edges[-1]}"]
+    return Groups("antecedent", names, group)
+
+
+def key_token_groups(evaluation: Evaluation, reference: str, runs: str) -> Groups:
+    """The targets in two groups, `key` and `others`, by the reference's curve without scaling on the same targets.
+
+    UserError if the reference is the evaluated run, has not been evaluated on these targets, or was not trained at a
+    longer context.
+    """
+    task, run = matched_task(evaluation, f"key_tokens={reference}"), evaluation.run
+    check(reference != run.name, "key_tokens", reference, "another run than the evaluated one")
+    files = Path(runs, reference, "eval").glob("none-????????.jsonl")  # without scaling: none-HASH
+    for file in sorted(files, key=lambda file: -file.stat().st_mtime):  # the newest weights first
+        rows = read_curve(file).by_length()
+        short, long = next((row.train_ctx, row.longest_trained_ctx) for row in rows.values())
+        right = f"a run that was fine-tuned at more than {short} and at most {NEAR} tokens"
+        check(short < long <= NEAR, "key_tokens", reference, right)
+        if all(n in rows and rows[n].targets in evaluation.target_keys.values() for n in (short, long)):
+            before, after = (target_losses(file, rows[n]) for n in (short, long))  # [documents, windows, scored]
+            key = (before - after > SAVES) & (after < BELOW)
+            return Groups(f"key_tokens={reference}", ["others", "key"], key.astype(np.int64))
+    first = f"python eval.py run={reference} ctx={evaluation.ctx} documents={len(task.names)}"
+    raise UserError(f"key_tokens={reference}: not evaluated on these targets: first {first}")
+
+
+# ---- their gains ----
+
+
+def target_losses(file: Path, row: Row) -> np.ndarray:
+    """Nats of each target of a row in a file of curves, [documents, windows of the row, scored].
+
+    UserError if the file of losses is missing, or of another row.
+    """
+    path = losses_file(file, row)
+    if path.exists():
+        losses = np.load(path).astype(np.float64)
+        if np.allclose(losses.sum(axis=1), row.nll, rtol=1e-4, atol=1e-3):
+            return losses.reshape(row.documents, len(row.scored_windows), -1)
+    raise UserError(f"{path}: no losses of single targets: evaluate again with fresh=true")
+
+
+def group_rows(evaluation: Evaluation, curves: dict[str, Curve], method: Method, groups: Groups) -> list[dict]:
+    """For each length above the trained context and each group: share of the targets, losses and gain [95 %].
+
+    loss, control: nats per token of the method and of the better control, on the targets of this group. gain: their
+    difference with the interval over documents, None for a group without targets.
+    """
+    none, files = curves["none"].by_length(), {m.label: evaluation.curve_file(m) for m in (NONE, WINDOW, method)}
+    (bars,) = controls(curves.values()).values()  # of one run
+    near, rows = matched_task(evaluation, groups.title).near, []
+    for row in (x for x in curves[method.label].rows if x.n > evaluation.run.context.longest_trained_ctx):
+        bar = bars[row.n]
+        picked = [bar.scored_windows.index(w) for w in row.scored_windows]
+        # If the method changes nothing at this length, only the losses without scaling are in a file
+        same = not losses_file(files[method.label], row).exists() and row.nll == none[row.n].nll
+        losses = target_losses(files["none" if same else method.label], row)
+        control = target_losses(files[bar.label], bar)[:, picked]
+        group = groups.group[:, [near.index(w) for w in row.scored_windows]]
+        for i, name in enumerate(groups.names):
+            inside = group == i  # [documents, windows, scored]
+            counts = inside.sum(axis=(1, 2))
+            loss, reference = ((x * inside).sum(axis=(1, 2)) for x in (losses, control))
+            mean, low, high = ratio(reference - loss, counts)
+            found: dict[str, Any] = {"run": row.run, "label": row.label, "n": row.n, "group": name}
+            found |= {"targets": int(counts.sum()), "share": round(float(inside.mean()), 4)}
+            found |= {"loss": ratio(loss, counts)[0], "control": ratio(reference, counts)[0]}
+            found |= {"gain": mean, "low": low, "high": high}
+            rows.append(found)
+    return rows
+
+
+def ratio(sums: np.ndarray, counts: np.ndarray, draws: int = 4000) -> tuple[float | None, float | None, float | None]:
+    """(mean, low, high) of sum(sums) / sum(counts) with the 95 % bootstrap interval over documents, both [documents].
+
+    Nones for a group without targets.
+    """
+    if not counts.sum():
+        return None, None, None
+    picks = np.random.default_rng(0).integers(len(sums), size=(draws, len(sums)))
+    totals = counts[picks].sum(axis=1)
+    values = sums[picks].sum(axis=1)[totals > 0] / totals[totals > 0]
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(sums.sum() / counts.sum()), float(low), float(high)
+
+
+def print_groups(rows: Iterable[dict[str, Any]], title: str) -> None:
+    """A line for each group: its share of the targets, the loss of the control, and the gain at each length."""
+    print(f"\n{title}")
+    lines: dict[str, dict] = {}
+    for r in rows:
+        cells = lines.setdefault(r["group"], {"share": f"{100 * r['share']:.1f} %"})
+        if r["targets"]:
+            cells.setdefault("control", f"{r['control']:.3f}")
+            cells[r["n"]] = interval_text(r["gain"], r["low"], r["high"])
+    print_table(["share", "control", *dict.fromkeys(r["n"] for r in rows)], lines)
+
+
+# ---- the loss by position ----
+
+
+def position_rows(nats: np.ndarray) -> list[dict]:
+    """From nats [documents, ctx]: the mean loss of each bucket of positions, 0 .. 63, 64 .. 127, 128 .. 255 and so on.
+
+    A row has the keys from, to (the first and the last position), loss (nats per token), low and high (95 %).
+    """
+    ctx = nats.shape[1]
+    edges = [0, *(64 * 2**k for k in range(ctx.bit_length()) if 64 * 2**k < ctx), ctx]
+    rows = []
+    for start, end in itertools.pairwise(edges):
+        per_document = nats[:, start:end].mean(axis=1)
+        low, high = bootstrap(per_document)
+        rows.append({"from": start, "to": end - 1, "loss": float(per_document.mean()), "low": low, "high": high})
+    return rows
+
+
+def print_positions(rows: Sequence[dict[str, Any]], L: int) -> None:
+    """Print a line for each bucket of positions and a column for each method. L: tokens."""
+    print("\nloss by position, nats/token: lines score different tokens, so compare the columns of one line only")
+    lines: dict[str, dict] = {}
+    for row in rows:
+        bucket = f"{row['from']}-{row['to']}" + (", past L" if row["from"] >= L else "")
+        lines.setdefault(bucket, {})[row["label"]] = f"{row['loss']:.3f}"
+    print_table(list(dict.fromkeys(row["label"] for row in rows)), lines)

@@ -1,24 +1,24 @@
 """Rows and curves: the loss of one run with one method at each length. Only this module writes and reads their files.
 
-A curve is a file runs/NAME/eval/*.jsonl with one row for each length.
+A curve is a file runs/NAME/eval/*.jsonl. It has one row for each length and targets, and of a task with an answer also
+one for each distance.
 """
 
 import json
 import math
 import sys
-import typing
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from conf.errors import UserError
-from conf.registry import has_type
-from engine.checkpoint import write_atomically
+from engine.files import locked, write_atomically
 
-FORMAT = 3  # raise it when the meaning of a row changes: curves are then evaluated again
+FORMAT = 4  # raise it when the meaning of a row changes: curves are then evaluated again
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Row:
     run: str
     pos: str
     train_ctx: int  # L
-    extended_ctx: int  # the longest context that the run was trained on
+    longest_trained_ctx: int  # of pre-training and fine-tuning
     step: int
     seed: int
     label: str  # of the method: none, window, "yarn beta_fast=4.0"
@@ -54,7 +54,7 @@ class Row:
     device: str
     seconds: float
     nll: list[float]  # sum of nats of each window, the windows of a document together
-    windows: list[int] = field(default_factory=lambda: [0])  # the numbers of the windows scored of each document
+    scored_windows: list[int] = field(default_factory=lambda: [0])  # the numbers of a document's windows that count
     hits: list[float] = field(default_factory=list)  # of tasks with an answer: share of right tokens of each example
     distance: int | None = None  # the row of one distance of the answer, tokens; None: of all
 
@@ -68,12 +68,11 @@ class Row:
 
     def document_losses(self, windows: Iterable[int]) -> np.ndarray:
         """The mean nats per token of each document over these windows, [documents]."""
-        nats = np.array(self.nll).reshape(self.documents, -1)[:, [self.windows.index(w) for w in windows]]
+        nats = np.array(self.nll).reshape(self.documents, -1)[:, [self.scored_windows.index(w) for w in windows]]
         return nats.mean(axis=1) / self.targets_per_window
 
 
-# low and high are NaN for one document, since it has no interval, and a hint of float does not allow that
-HINTS = typing.get_type_hints(Row) | dict.fromkeys(("low", "high"), typing.SupportsFloat)
+AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,11 @@ class Curve:
         return self.first.label
 
     @property
+    def encoding(self) -> str:
+        """The name of its positional encoding, without settings."""
+        return self.first.pos.split()[0]
+
+    @property
     def overall(self) -> list[Row]:
         """The rows of all distances together, one for each length: all rows, but for tasks with an answer."""
         return [row for row in self.rows if row.distance is None]
@@ -115,19 +119,29 @@ def losses_file(file: Path, row: Row) -> Path:
     return file.parent / "losses" / f"{file.stem}-n{row.n}-{row.targets}.npy"
 
 
-def read_curve(path: Path) -> Curve:
-    """The curve in a file that eval.py wrote, also of earlier versions.
+def add_rows(file: Path, rows: list[Row], losses: np.ndarray | None) -> None:
+    """Add the rows of one length to a file of curves, in place of earlier ones on the same targets.
 
-    UserError if it is damaged or something else, or cannot be read; it says which line is wrong.
+    losses: of each target, which are written to a file of their own, if there are any.
     """
+    first = rows[0]
+    with locked(file.parent, wait=True):  # another process may add rows to the same file
+        if losses is not None:
+            write_atomically(losses_file(file, first), lambda f: np.save(f, losses))
+        before = read_curve(file).rows if file.exists() else []
+        others = [row for row in before if (row.n, row.targets) != (first.n, first.targets)]
+        write_jsonl(file, sorted([*others, *rows], key=lambda row: row.n))
+
+
+def read_curve(path: Path) -> Curve:
+    """The curve in a file that eval.py wrote. UserError, with the line, if it is something else."""
     rows: list[Row] = []
     try:
-        rows.extend(_row(json.loads(line)) for line in path.read_bytes().splitlines() or [b""])
-        return Curve(rows, path.stat().st_mtime)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        from measure.earlier_curves import not_a_curve
-
-        raise not_a_curve(path, e, len(rows)) from None
+        rows.extend(Row(**json.loads(line)) for line in path.read_bytes().splitlines() or [b""])
+    except (ValueError, TypeError):
+        what = f"not a curve that this version of eval.py wrote (line {len(rows) + 1})"
+        raise UserError(f"{path}: {what}: move it away and evaluate again") from None
+    return Curve(rows, path.stat().st_mtime)
 
 
 def read_curves(files: Iterable[Path]) -> list[Curve]:
@@ -139,20 +153,6 @@ def read_curves(files: Iterable[Path]) -> list[Curve]:
         except UserError as e:
             print(f"left out: {e}", file=sys.stderr)
     return curves
-
-
-def _row(values: dict[str, Any]) -> Row:
-    """A row from its JSON object. TypeError or KeyError if it is something else."""
-    if "texts" not in values:
-        from measure.earlier_curves import upgrade
-
-        upgrade(values)
-    row = Row(**values)
-    if wrong := [k for k, hint in HINTS.items() if k in values and not has_type(values[k], hint)]:
-        raise TypeError(f"wrong types of {wrong}")
-    if len(row.nll) != row.documents * len(row.windows) or min(row.n, row.train_ctx, row.tokens, row.documents) < 1:
-        raise ValueError("its losses are not those of its documents")
-    return row
 
 
 def select(curves: Sequence[Curve], texts: str, targets: dict[int, str]) -> list[Curve]:
@@ -172,22 +172,32 @@ def select(curves: Sequence[Curve], texts: str, targets: dict[int, str]) -> list
     return align(sorted(chosen.values(), key=lambda c: (c.run, order.get(c.label, 2), c.label)))
 
 
+def select_shared(curves: Sequence[Curve], texts: str) -> list[Curve]:
+    """The curves on these texts as `select` returns them, at each length on the targets that most rows have."""
+    count = Counter((row.n, row.targets) for c in curves for row in c.rows if row.texts == texts)
+    return select(curves, texts, {n: key for (n, key), _ in reversed(count.most_common())})
+
+
 def align(curves: Iterable[Curve]) -> list[Curve]:
     """The curves with losses that can be compared between lengths, although long ones score fewer windows.
 
-    The reference is no scaling at the longest length up to the trained context L where it scores most windows. A row
-    with fewer windows gets as its loss: that of the reference on all windows, plus the difference between the two on
-    the windows that both have. Without such a row nothing changes.
+    aligned(n) = loss_L(all windows) + mean over common windows of (loss_n - loss_L)
+
+    loss_L is the loss without scaling at the longest length up to the trained context where most windows are scored.
+    Example: at L the two windows of a document have the losses 2.0 and 4.0, mean 3.0. At n = 4096 only the second is
+    scored, with 3.5. That is a fall by 0.5, not a rise from 3.0: aligned(4096) = 3.0 + (3.5 - 4.0) = 2.5.
+
+    A row with all windows is unchanged, and so are those of a run without such a reference.
     """
     curves, references = list(curves), {}
     for c in curves:
-        if c.label == "none" and (inside := [row for row in c.rows if row.n <= c.first.extended_ctx]):
-            references[c.run] = max(inside, key=lambda row: (len(row.windows), row.n))
-    return [replace(c, rows=[_aligned(row, references.get(c.run)) for row in c.rows]) for c in curves]
+        if c.label == "none" and (inside := [row for row in c.rows if row.n <= c.first.longest_trained_ctx]):
+            references[c.run] = max(inside, key=lambda row: (len(row.scored_windows), row.n))
+    return [replace(c, rows=[_aligned(row, references.get(c.run, row)) for row in c.rows]) for c in curves]
 
 
-def _aligned(row: Row, reference: Row | None) -> Row:
-    if not reference or not {*row.windows} < {*reference.windows} or row.hits:
+def _aligned(row: Row, reference: Row) -> Row:
+    if not {*row.scored_windows} < {*reference.scored_windows} or row.hits:
         return row
     loss = reference.loss + float(per_document_difference(row, reference).mean())
     low, high = (x + loss - row.loss for x in (row.low, row.high))
@@ -204,20 +214,15 @@ def controls(curves: Iterable[Curve]) -> dict[str, dict[int, Row]]:
     curves = list(curves)
     nones = {c.run: c.by_length() for c in curves if c.label == "none"}
     windows = [c for c in curves if c.label == "window"]
-    return {c.run: {row.n: better_control(row, nones.get(c.run, {})) for row in c.overall} for c in windows}
+    return {c.run: {row.n: better_controls([row], nones)[0] for row in c.overall} for c in windows}
 
 
-def better_control(window: Row, none: dict[int, Row]) -> Row:
-    """The window control's row, or that of truncation if its loss on the common targets is lower. none: n -> row"""
-    return better_controls([window], {window.run: none})[0]
-
-
-def better_controls(windows: list[Row], nones: dict[str, dict[int, Row]]) -> list[Row]:
+def better_controls(windows: list[AnyRow], nones: Mapping[str, Mapping[int, AnyRow]]) -> list[AnyRow]:
     """The better control of several seeds at one length: the same control for all, by the mean of their losses.
 
     windows: the window control's row of each seed. nones: run -> n -> its row without scaling.
     """
-    pairs = [(w, t) for w in windows if (t := nones.get(w.run, {}).get(w.extended_ctx)) and comparable(w, t)]
+    pairs = [(w, t) for w in windows if (t := nones.get(w.run, {}).get(w.longest_trained_ctx)) and comparable(w, t)]
     if len(pairs) == len(windows) and np.mean([per_document_difference(w, t).mean() for w, t in pairs]) > 0:
         return [t for _, t in pairs]
     return windows
@@ -226,10 +231,11 @@ def better_controls(windows: list[Row], nones: dict[str, dict[int, Row]]) -> lis
 def comparable(window: Row, truncated: Row) -> bool:
     """Whether truncation is a control of this window: it has targets of the same texts, and fewer tokens."""
     a, b = ((row.texts, row.targets_per_window) for row in (window, truncated))
-    return a == b and bool({*window.windows} & {*truncated.windows}) and not window.hits and window.n > truncated.n
+    shared = {*window.scored_windows} & {*truncated.scored_windows}
+    return a == b and bool(shared) and not window.hits and window.n > truncated.n
 
 
 def per_document_difference(a: Row, b: Row) -> np.ndarray:
     """Loss a - loss b of each document, nats per token [documents], on the windows that both rows have."""
-    common = sorted({*a.windows} & {*b.windows})
+    common = sorted({*a.scored_windows} & {*b.scored_windows})
     return a.document_losses(common) - b.document_losses(common)

@@ -1,7 +1,7 @@
 """Measuring curves: a run, a task and its texts; the loss of any method at each length.
 
-A finished curve is a file whose name contains a hash of everything that determines its numbers. So curves that exist
-are read instead of computed, and an interrupted evaluation keeps its finished lengths.
+A curve's file has a hash of weights, method, task and precision in its name, and each row names its texts and targets.
+So lengths that exist are read instead of computed, and an interrupted evaluation keeps its finished lengths.
 """
 
 import functools
@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,22 +18,21 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from conf.errors import UserError, check
-from conf.eval_schema import EvalConfig
-from conf.files import locked
 from conf.registry import describe, yaml_values
+from conf.schema import EvalConfig
 from engine import device as devices, distributed
-from engine.checkpoint import write_atomically
-from engine.progress import progress_bar
+from engine.progress import StopSignal, flops_per_token, progress_bar
 from engine.run import Run
-from engine.signals import StopSignal
-from engine.throughput import flops_per_token
-from measure.curves import FORMAT, Curve, Row, losses_file, read_curve, write_jsonl
-from measure.statistics import bootstrap
+from measure.curves import FORMAT, Curve, Row, add_rows, read_curve
+from measure.intervals import bootstrap
 from measure.tasks import Piece, build
 from model.scaling import ContextChange
+
+Measured = list[tuple[Piece, np.ndarray]]  # with the losses of its scored targets
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,15 @@ def evaluated_lengths(ctx: int | list[int], shortest: int, marks: Sequence[int])
     return sorted(doubling | {ctx} | {m for m in marks if shortest <= m < ctx})
 
 
+def losses_and_hits(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each target, nats, and 1 where it has the largest logit, else 0: float32 [B, S, 2].
+
+    logits: [B, S, V]. targets: int64 [B, S].
+    """
+    nats = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    return torch.stack((nats, (logits.argmax(-1) == targets).float()), dim=-1)
+
+
 class Evaluation:
     """One run, one task and fixed texts: the curves of any scaling method on the same targets.
 
@@ -72,7 +80,8 @@ class Evaluation:
     """
 
     def __init__(self, run: Run, cfg: EvalConfig, device: torch.device):
-        self.run, self.device, self.dtype, self.ctx = run, device, cfg.dtype, cfg.longest_ctx
+        self.run, self.device, self.dtype = run, device, cfg.dtype
+        self.ctx: int = cfg.longest_ctx
         self.task = task = build(cfg.task, run.corpus, self.ctx, cfg.documents)
         L, longest = run.context.train_ctx, run.context.longest_trained_ctx
         multiples = [round(m * longest) for m in cfg.multiples]
@@ -82,11 +91,11 @@ class Evaluation:
         self.lengths = sorted(truncation.union(self.lengths))
         identity = hashlib.sha256(task.identity().encode())
         self.texts = identity.hexdigest()[:12]
-        self.targets = {n: self._key(identity.copy(), n) for n in self.lengths}
+        self.target_keys = {n: self._key(identity.copy(), n) for n in self.lengths}
         self.dtype_name = "bfloat16" if devices.uses_bfloat16(device, cfg.dtype) else "float32"
         self.stop, self.bar = StopSignal(), progress_bar(0, "", hidden=True)
         # The same on all ranks, which split the windows alike
-        self.pass_tokens = min(distributed.ranks().interleave([devices.tokens_per_pass(device, run.model)]))
+        self.pass_tokens = min(distributed.interleave([devices.tokens_per_pass(device, run.model)]))
 
     # ---- what identifies the targets and a curve ----
 
@@ -115,7 +124,8 @@ class Evaluation:
         """n -> the rows of a method that are in its file already, for the lengths and targets of this evaluation."""
         file = self.curve_file(method)
         rows = read_curve(file).rows if file.exists() else []
-        return {n: at for n, key in self.targets.items() if (at := [x for x in rows if (x.n, x.targets) == (n, key)])}
+        found = {n: [x for x in rows if (x.n, x.targets) == (n, key)] for n, key in self.target_keys.items()}
+        return {n: of_length for n, of_length in found.items() if of_length}
 
     def missing_lengths(self, method: Method, fresh: bool = False) -> list[int]:
         """The lengths that have to be measured for a method's curve. fresh: all of them, in any case."""
@@ -125,27 +135,24 @@ class Evaluation:
     # ---- while it runs ----
 
     @contextmanager
-    def running(self, work: Sequence[tuple[Method, int]], more_flops: float = 0) -> Generator[None]:
+    def running(self, work: Iterable[tuple[Method, int]]) -> Generator[None]:
         """Context manager around all measurements: a progress bar, and a clean stop at SIGINT and SIGTERM.
 
-        work: all methods and lengths that will be measured. more_flops: of other measurements.
+        work: the methods and lengths that will be measured.
         """
-        computed = [(m, n) for m, n in work if m == NONE or not self.changes_nothing(self.change(m, n), n)]
-        pieces = [(piece, self.change(m, n)) for m, n in computed for piece in self.task.pieces(n)]
-        flops = more_flops + sum(self.flops(p.tokens.shape, p.targets.shape[1], c) for p, c in pieces)
-        no_deadlock = distributed.ranks().exit_if_a_rank_dies
+        all_changes = [(n, m == NONE, self.change(m, n)) for m, n in work]
+        changes = [(n, change) for n, none, change in all_changes if none or not self.changes_nothing(change, n)]
+        flops = sum(self.flops(p.tokens, p.targets, change) for n, change in changes for p in self.task.pieces(n))
         self.bar = progress_bar(flops, "{elapsed}, {remaining} left", hidden=not flops)
-        with closing(self.bar), StopSignal() as self.stop, no_deadlock(self.stop), torch.inference_mode():
+        with closing(self.bar), StopSignal() as self.stop, torch.inference_mode():
             yield
 
-    def flops(self, shape: Sequence[int], scored: int, change: ContextChange) -> float:
-        """Those of one pass over tokens of this shape [B, n]: an honest measure of its share of the time.
-
-        Counting tokens is not: attention to a long context takes longer than to a short one.
-        """
-        n = change.reach(shape[1], scored, (m := self.run.cfg.model).n_layers)
+    def flops(self, tokens: Tensor, targets: Tensor, change: ContextChange) -> float:
+        """Those of one pass over tokens [B, n]: a measure of its time, which the number of tokens is not."""
+        m = self.run.cfg.model
+        n = change.reach(tokens.shape[1], targets.shape[1], m.n_layers)
         # A third of those of training; the mask is causal, so a token attends to half of the context
-        return shape[0] * n * flops_per_token(12 * m.n_layers * m.width**2, m, min(n, change.window or n) // 2) / 3
+        return len(tokens) * n * flops_per_token(12 * m.n_layers * m.width**2, m, min(n, change.window or n) // 2) / 3
 
     # ---- losses ----
 
@@ -157,16 +164,15 @@ class Evaluation:
         tokens, targets = tokens.to(self.device), targets.to(self.device)
         with devices.autocast(self.device, self.dtype):
             if self.task.accuracy:
-                from measure.accuracy import losses_and_hits
-
                 result = losses_and_hits(self.run.model.last_logits(tokens, targets.shape[1], change), targets)
             else:
                 result = self.run.model.losses(tokens, targets, change=change)
         # The bar counts the work of all ranks; the others do about as much as this one
-        done = self.flops(tokens.shape, targets.shape[1], change) * distributed.world()
+        done = self.flops(tokens, targets, change) * distributed.world()
         self.bar.update(min(done, self.bar.total - self.bar.n))  # ty: ignore[unsupported-operator]
         if self.stop:
-            self.bar.write(f"stopped; the lengths that were finished are in {self.run.folder / 'eval'}")
+            if distributed.rank() == 0:
+                self.bar.write(f"stopped; the lengths that were finished are in {self.run.folder / 'eval'}")
             sys.exit(self.stop.exit_code)
         return result.double().cpu()
 
@@ -179,19 +185,20 @@ class Evaluation:
         passes = list(zip(piece.tokens.split(size), piece.targets.split(size), strict=True))
         # The size of a pass does not depend on the number of ranks, so every number equals that of one process
         local = [self.losses(*part, change) for part in passes[distributed.rank() :: distributed.world()]]
-        result = torch.cat(distributed.ranks().interleave(local))
+        result = torch.cat(distributed.interleave(local))
         return (result if piece.scored is None else result[:, piece.scored]).numpy()
 
     def curve(self, method: Method, fresh: bool = False) -> Curve:
         """The curve of a method at all lengths: read from its file, or measured and added to it, length by length.
 
-        fresh: measure all lengths in any case. All ranks return the same curve, and rank 0 writes the files.
+        fresh: measure all lengths in any case. NONE must come first, as measure_length uses its rows. All ranks return
+        the same curve, and rank 0 writes the files.
         """
         rows, missing = self.measured_rows(method), self.missing_lengths(method, fresh)
-        distributed.ranks().assert_same(f"{self.run.folder}/eval", tuple(missing))
+        distributed.assert_same(f"{self.run.folder}/eval", tuple(missing))
         for n in missing:
             rows[n], losses = self.measure_length(method, n)
-            distributed.ranks().on_rank0(functools.partial(add_rows, self.curve_file(method), rows[n], losses))
+            distributed.on_rank0(functools.partial(add_rows, self.curve_file(method), rows[n], losses))
         return Curve([row for n in self.lengths for row in rows[n]], time.time())
 
     def measure_length(self, method: Method, n: int) -> tuple[list[Row], np.ndarray | None]:
@@ -203,7 +210,7 @@ class Evaluation:
         self.bar.set_postfix_str(f"{method.label}, n={n}", refresh=False)
         if method != NONE and self.changes_nothing(change, n):
             rows = self.measured_rows(NONE).get(n, [])
-            if not distributed.ranks().any_rank(not rows):  # all ranks measure, or none does
+            if not distributed.any_rank(not rows):  # all ranks measure, or none does
                 own = {"label": method.label, "scaling": method.scalings, "factor": change.factor, "seconds": 0.0}
                 return [replace(row, window=change.window, **own) for row in rows], None
         measured = [(piece, self.measure(piece, change)) for piece in self.task.pieces(n)]
@@ -211,8 +218,8 @@ class Evaluation:
             raise UserError(f"{method.label} at n={n}: the loss is not finite (NaN or Inf), so it is not written")
         seconds = round(time.monotonic() - began, 2)
         distances = (None, *sorted({p.distance for p, _ in measured if p.distance is not None}))
-        parts = {d: [(p, x) for p, x in measured if d in (None, p.distance)] for d in distances}
-        rows = [self.row(method, n, change, parts[d], d, seconds) for d in distances]
+        parts = {d: [(p, x) for p, x in measured if d is None or p.distance == d] for d in distances}
+        rows = [replace(self.row(method, n, change, parts[d], d), seconds=seconds) for d in distances]
         return rows, np.concatenate([losses for _, losses in measured], axis=1).astype(np.float32)
 
     def change(self, method: Method, n: int) -> ContextChange:
@@ -222,38 +229,23 @@ class Evaluation:
         """Whether the model computes the same as without scaling at length n, as most methods do up to L."""
         return len({c.effect(n, self.run.context) for c in (change, self.change(NONE, n))}) == 1
 
-    def row(
-        self, method: Method, n: int, change: ContextChange, measured: list[tuple[Piece, np.ndarray]],
-        distance: int | None, seconds: float,
-    ) -> Row:  # fmt: skip
+    def row(self, method: Method, n: int, change: ContextChange, measured: Measured, distance: int | None) -> Row:
         """The row of one method at length n, from the pieces (of one distance, or all of them) and their losses."""
         run, context, task = self.run, self.run.context, self.task
         losses = np.concatenate([losses for _, losses in measured], axis=1)
         nats = losses[..., 0] if task.accuracy else losses  # [B, scored]
         hits = losses[..., 1].mean(axis=1).round(4).tolist() if task.accuracy else []
         n_bytes = sum(int(run.corpus.token_bytes[piece.scored_targets()].sum()) for piece, _ in measured)
-        loss, nll = nats.mean(), nats.sum(axis=1)
+        loss, nll = nats.mean(), nats.sum(axis=1).round(4).tolist()
+        bits_per_byte = float(loss * nats.size / math.log(2) / n_bytes)
         low, high = bootstrap(nats.reshape(len(task.names), -1).mean(axis=1))
-        return Row(
-            run=run.name, pos=context.pos, train_ctx=context.train_ctx, extended_ctx=context.longest_trained_ctx,
-            step=run.step, seed=run.cfg.seed, label=method.label, scaling=method.scalings, n=n, factor=change.factor,
-            window=change.window, attention_factor=change.attention_factor, loss=float(loss), low=low, high=high,
-            ppl=math.exp(min(loss, 700)), bits_per_byte=float(loss * nats.size / math.log(2) / n_bytes), bytes=n_bytes,
-            tokens=nats.size, documents=len(task.names), windows=task.windows(n), ctx=self.ctx, task=task.label,
-            texts=self.texts, targets=self.targets[n], weights=run.digest[:12], dtype=self.dtype_name,
-            device=self.device.type, seconds=seconds, nll=nll.round(4).tolist(), hits=hits, distance=distance,
-        )  # fmt: skip
 
-
-def add_rows(file: Path, rows: list[Row], losses: np.ndarray | None) -> None:
-    """Add the rows of one length to a file of curves, in place of earlier ones on the same targets.
-
-    losses: of each target, which are written to a file of their own, if there are any.
-    """
-    first = rows[0]
-    with locked(file.parent, wait=True):  # another process may add rows to the same file
-        if losses is not None:
-            write_atomically(losses_file(file, first), lambda f: np.save(f, losses))
-        before = read_curve(file).rows if file.exists() else []
-        others = [row for row in before if (row.n, row.targets) != (first.n, first.targets)]
-        write_jsonl(file, sorted([*others, *rows], key=lambda row: row.n))
+        row: dict[str, Any] = {"run": run.name, "pos": context.pos, "step": run.step, "seed": run.cfg.seed}
+        row |= {key: getattr(context, key) for key in ("train_ctx", "longest_trained_ctx")}
+        row |= {key: getattr(change, key) for key in ("factor", "window", "attention_factor")}
+        row |= {"label": method.label, "scaling": method.scalings, "n": n, "distance": distance, "seconds": 0.0}
+        row |= {"loss": float(loss), "low": low, "high": high, "ppl": math.exp(min(loss, 700))}
+        row |= {"bits_per_byte": bits_per_byte, "nll": nll, "hits": hits}
+        row |= {"tokens": nats.size, "bytes": n_bytes, "documents": len(task.names), "ctx": self.ctx}
+        row |= {"task": task.label, "texts": self.texts, "targets": self.target_keys[n], "weights": run.digest[:12]}
+        return Row(**row, dtype=self.dtype_name, device=self.device.type, scored_windows=task.windows(n))

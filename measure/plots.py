@@ -1,24 +1,33 @@
-"""Figures: what all of them share (axes, labels at the ends of lines, files), and loss against context length."""
+"""What all figures share: colours and dashes, axes, labels at the ends of lines, files."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-import matplotlib.pyplot as plt
 import numpy as np
 from omegaconf import OmegaConf
 
-from engine.checkpoint import write_atomically
-from measure.curves import Curve, Row, controls
-from measure.statistics import gain
+from engine.files import write_atomically
+from measure.curves import Curve
 
-plt.switch_backend("agg")  # draws to files only
-plt.style.use(Path(__file__).with_name("figures.mplstyle"))
 COLORS: Any = OmegaConf.load(Path(__file__).with_name("colors.yaml"))  # the only table of colours
 CONTROL_DASHES = (0, (2, 1.5))
 NAMES = {"none": "no scaling", "window": "window control"}  # of labels, in figures
 GREY = {"color": "#666666", "fontsize": 9}  # small text
+DASHES = ["-", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)), (0, (5, 1, 1, 1, 1, 1))]
+MARKERS = "os^DvPX*"
+
+
+@functools.cache
+def pyplot() -> Any:
+    """matplotlib.pyplot with the style of our figures. Importing it takes half a second."""
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("agg")  # draws to files only
+    plt.style.use(Path(__file__).with_name("figures.mplstyle"))
+    return plt
 
 
 # ---- parts of every figure ----
@@ -35,16 +44,9 @@ def color_of(kind: str, name: str) -> str:
 
 
 def lengths_axis(ax: Any, ns: list[int]) -> None:
-    """A logarithmic x axis with ticks at the context lengths ns (tokens).
-
-    Where labels would overlap, powers of two have one and the lengths between them have none.
-    """
+    """A logarithmic x axis with ticks at the context lengths ns (tokens), of which powers of two have labels."""
     ax.set_xscale("log", base=2)
-    ticks: list[int] = []
-    for n in sorted(ns, key=lambda n: (not np.log2(n).is_integer(), n)):
-        if all(max(n, tick) > 1.35 * min(n, tick) for tick in ticks):
-            ticks.append(n)
-    ax.set_xticks(ticks, [str(n) for n in ticks])
+    ax.set_xticks(ns, [str(n) if np.log2(n).is_integer() else "" for n in ns])
     ax.minorticks_off()
 
 
@@ -70,8 +72,8 @@ def end_labels(ax: Any, ends: Sequence[tuple[float, float, str, dict[str, Any]]]
         at = max(min(y[j : k + 1].mean() for k in range(i, len(y))) for j in range(i + 1)) + shift[i]
         leader = {"arrowstyle": "-", "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 3, "color": style["color"]}
         leader |= {"linestyle": (0, (1, 2)), "linewidth": 0.9}  # unlike any curve: it is not the curve's continuation
-        ax.annotate(text, (x, last), (1 + space / width, at), "data", "axes fraction", leader, annotation_clip=False,
-                    va="center", color=style["color"], fontsize=9)  # fmt: skip
+        look = {"va": "center", "color": style["color"], "fontsize": 9, "annotation_clip": False}
+        ax.annotate(text, (x, last), (1 + space / width, at), "data", "axes fraction", leader, **look)
 
 
 def save(fig: Any, path: Path, *suffixes: str) -> None:
@@ -81,77 +83,64 @@ def save(fig: Any, path: Path, *suffixes: str) -> None:
     """
     dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     for suffix in suffixes or (path.suffix,):
-        write_atomically(path.with_suffix(suffix), lambda f, suffix=suffix: fig.savefig(
-            f, format=suffix[1:], metadata=dates.get(suffix)))  # fmt: skip
-    plt.close(fig)
+        draw = functools.partial(fig.savefig, format=suffix[1:], metadata=dates.get(suffix))
+        write_atomically(path.with_suffix(suffix), draw)
+    pyplot().close(fig)
 
 
-# ---- loss against context length ----
+# ---- curves against context length ----
 
 
-def draw_curves(curves: Sequence[Curve], path: Path, title: str, only: Sequence[str] | None = None) -> None:
-    """Bits per byte and perplexity against context length, each line labelled at its end.
+def draw_curves(
+    curves: Sequence[Curve],
+    values: Callable[[Curve], np.ndarray],
+    path: Path,
+    title: str,
+    ylabel: str,
+    levels: Sequence[float] = (),
+    nats: float = 0.0,
+) -> None:
+    """Draw each curve as a line with a band, and mark the trained contexts.
 
-    Bands are 95 % intervals of each curve's difference from its run's better control. curves: on the same targets, with
-    the controls. only: the labels to draw; None: all.
+    values: of a curve, [3, lengths]: the line and the lower and upper end of its band. levels: of dotted lines.
+    nats: per token for each bit per byte, if that is the unit; then a second axis shows perplexities.
     """
-    bars = controls(curves)
-    curves = [c for c in curves if only is None or c.label in only]
-    fig, ax = plt.subplots(figsize=(9, 5.2))
+    fig, ax = pyplot().subplots(figsize=(9, 5.2))
     ends = []
     for curve in curves:
-        style, text = curve_style(curve, curves)
-        ns, bits = [row.n for row in curve.rows], np.array([row.bits_per_byte for row in curve.rows])
-        ax.plot(ns, bits, **style)
-        ax.fill_between(ns, *_band(curve, bars.get(curve.run, {})), color=style["color"], alpha=0.15, linewidth=0)
-        ends.append((ns[-1], bits[-1], text, style))
-    for i, (n, text) in enumerate(sorted(context_marks(curves).items())):
+        (style, text), ns, (y, low, high) = curve_style(curve, curves), [row.n for row in curve.overall], values(curve)
+        ax.plot(ns, y, **style)
+        ax.fill_between(ns, low, high, color=style["color"], alpha=0.15, linewidth=0)
+        ends.append((ns[-1], y[-1], text, style))
+    contexts = {c.first.longest_trained_ctx: f"extended to {c.first.longest_trained_ctx}" for c in curves}
+    contexts |= {c.first.train_ctx: f"trained at {c.first.train_ctx}" for c in curves}
+    for i, (n, text) in enumerate(sorted(contexts.items())):
         mark(ax, n, text, i)
-    lengths_axis(ax, sorted({row.n for c in curves for row in c.rows}))
-    ax.set(xlabel="context length n, tokens", ylabel="bits per byte (same targets at every n)")
-    _perplexity_axis(ax, curves[0].first)
+    for level in levels:
+        ax.axhline(level, color="#999999", linewidth=1, linestyle=(0, (1, 2)))
+    if nats:
+        right = ax.secondary_yaxis("right")  # with the same ticks
+        right.yaxis.set_major_formatter(lambda bits, _: f"{np.exp(bits * nats):.4g}")
+        right.tick_params(labelsize=8, pad=1, direction="in", colors="#666666")
+        ax.annotate("perplexity", (1, 1), (0, 5), "axes fraction", "offset points", ha="right", **GREY)
+    lengths_axis(ax, sorted({row.n for c in curves for row in c.overall}))
+    ax.set(title=title, xlabel="context length n, tokens", ylabel=ylabel)
     end_labels(ax, ends)
-    ax.set_title(f"{title}\nbands: 95 % of the difference from the better control")
     save(fig, path)
 
 
 def curve_style(curve: Curve, curves: Sequence[Curve]) -> tuple[dict[str, Any], str]:
-    """(the line's properties in matplotlib, its name) of a curve. curves: all of the figure."""
-    if len(curves) > 3 or len({c.run for c in curves}) > 1:
-        from measure.plots_of_runs import style_among
+    """(the line's properties in matplotlib, its name) of one of these curves.
 
-        return style_among(curve, curves)
-    dashes = CONTROL_DASHES if curve.label == "window" else "-"
-    style = {"color": color_of("methods", curve.label), "linestyle": dashes, "marker": "o"}
-    return style, NAMES.get(curve.label, curve.label)
-
-
-def _band(curve: Curve, bar: dict[int, Row]) -> tuple[np.ndarray, np.ndarray]:
-    """(low, high) in bits per byte, each [lengths]: the curve, plus and minus the interval of its difference from the
-    run's better control (n -> row).
-
-    The interval of the curve itself would be much wider: documents differ more than methods do, and these differences
-    are common to all curves.
+    The colour is that of the encoding if there are several, otherwise that of the method. The dashes are those of the
+    method, so that a curve can be seen on top of another. Runs of one encoding have different markers.
     """
-    bits, losses = np.array([(row.bits_per_byte, row.loss) for row in curve.rows]).T
-    gains = np.array([gain(row, bar.get(row.n, row)) for row in curve.rows]) * (bits / losses)[:, None]
-    return bits + gains[:, 0] - gains[:, 2], bits + gains[:, 0] - gains[:, 1]
-
-
-def context_marks(curves: Sequence[Curve]) -> dict[int, str]:
-    """n -> the text of a vertical line at this length: the contexts of pre-training and of fine-tuning."""
-    extended = {c.first.extended_ctx: f"extended to {c.first.extended_ctx}" for c in curves}
-    return extended | {c.first.train_ctx: f"trained at {c.first.train_ctx}" for c in curves}
-
-
-def _perplexity_axis(ax: Any, row: Row) -> None:
-    """A second axis: ln(perplexity) is bits/byte times a constant of the target set, so it is exact."""
-    nats = np.log(2) * row.bytes / row.tokens
-    right = ax.secondary_yaxis("right", functions=(lambda b: b * nats, lambda p: p / nats))
-    shown = np.exp(np.linspace(*ax.get_ylim(), 7) * nats)
-    # Round numbers that are shown, with as few digits as give three of them, so that no range is without ticks
-    rounded = ([p for x in shown if shown[0] <= (p := float(f"{x:.{d}g}")) <= shown[-1]] for d in range(1, 9))
-    ticks = next((ticks for ticks in map(sorted, map(set, rounded)) if len(ticks) > 2), [])
-    right.set_yticks(np.log(ticks), [f"{p:g}" for p in ticks])
-    right.tick_params(labelsize=8, pad=1, direction="in", colors="#666666")
-    ax.annotate("perplexity", (1, 1), (0, 5), "axes fraction", "offset points", ha="right", **GREY)
+    runs = list(dict.fromkeys(c.run for c in curves if c.encoding == curve.encoding))
+    labels = list(dict.fromkeys(c.label for c in curves))
+    several = len({c.encoding for c in curves}) > 1
+    color = color_of("encodings", curve.encoding) if several else color_of("methods", curve.label)
+    dashes = CONTROL_DASHES if curve.label == "window" else DASHES[labels.index(curve.label) % len(DASHES)]
+    name = NAMES.get(curve.label, curve.label)
+    if len({c.run for c in curves}) > 1:
+        name = f"{curve.run}, {name}" if len(labels) > 1 else curve.run
+    return {"color": color, "linestyle": dashes, "marker": MARKERS[runs.index(curve.run) % len(MARKERS)]}, name

@@ -1,36 +1,66 @@
-"""Causal attention: the layer with its projections, and four ways to attend, chosen by `attend`.
+"""Causal attention: the layer with its projections, and four ways to compute softmax attention.
 
-Letters as in model/gpt.py: B batch, T number of keys (all tokens so far), S number of queries (the last S of the T
-tokens; S < T only while decoding with a cache), H query heads, G key-value heads, D head width. An index is a token's
-place in the sequence, 0 .. T - 1; `positions` are the numbers that the encoding uses, which may be others
+Letters: B batch, T all tokens so far (in Heads with the prepended keys), N new tokens (N < T only while decoding with a
+cache), S queries (the last S of the tokens), H query heads, G key-value heads, D head width, C model width. An index is
+a token's place in the sequence, 0 .. T - 1; `positions` are the numbers that the encoding uses, which may be others
 (positions=random).
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import ModelConfig
+from model.linear_attention import linear_attention
 from model.pos import Encoding
+from model.regions import widen
 from model.scaling import ContextChange
-
-if TYPE_CHECKING:  # only decoding needs the one, and encodings that see content the other
-    from model.content_bias import ContentBias
-    from model.decode import Cache
 
 QUERY_BLOCK = 512  # queries that are processed together where a mask is needed, so that no mask has T x T numbers
 
 
+class Cache:
+    """The projections of all tokens so far, for each layer, before their rotation.
+
+    Under dynamic NTK the frequencies change with the length. Rotated keys in the cache would have the frequencies of an
+    earlier length, and a new query those of the current one (transformers#25104). So all keys are rotated at each step,
+    which is cheap.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.layers: dict[nn.Module, Tensor] = {}
+
+    def extend(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """Append what a layer computed of N new tokens, x [B, N, ...]; returns that of all, [B, T, ...]."""
+        self.layers[layer] = torch.cat((self.layers[layer], x), dim=1) if layer in self.layers else x
+        return self.layers[layer]
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where the tokens of a forward pass are, for one layer: GPT.hidden makes one for each."""
+
+    encoding: Encoding  # of this layer
+    positions: Tensor  # int64 [T] or [B, T], of all tokens including those in the cache
+    prepared: Any  # the result of encoding.prepare
+    change: ContextChange  # what a scaling method changes in this layer
+    cache: Cache | None = None  # of the tokens before the new ones; None: the input has all tokens
+    last: int | None = None  # the output of so many last tokens is enough
+
+
 @dataclass
 class Heads:
-    """Rotated heads: q [B, H, S, D] for the last S tokens, k and v [B, H, T, D] for all T.
+    """Rotated heads: q [B, H, S, D] for the last S tokens, k and v [B, G, T, D] for all T.
 
-    k and v may have G heads, except in training on a CPU: SDPA shares them between query heads without a copy.
+    k and v have G heads, which SDPA shares without a copy; in training on a CPU H, because attend_unfused multiplies
+    them directly.
     """
 
     q: Tensor
@@ -38,7 +68,19 @@ class Heads:
     v: Tensor
     # q and k as rotated in each region of ContextChange.position_map
     far: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    sinks: int = 0  # keys before those of the text (model/pos/sink_logits.py)
+    prepended: int = 0  # keys before those of the text, which every query sees (model/pos/sink_logits.py)
+
+    def indices(self) -> Tensor:
+        """0 .. T - 1, int64 [T]."""
+        return torch.arange(self.k.shape[2], device=self.k.device)
+
+    def map_queries(self, f: Callable[[Tensor], Tensor]) -> "Heads":
+        """With f(q) for q, in every rotation."""
+        return replace(self, q=f(self.q), far=[(f(q), k) for q, k in self.far])
+
+    def map_keys(self, f: Callable[[Tensor], Tensor]) -> "Heads":
+        """With f(k) for k, in every rotation, and f(v) for v."""
+        return replace(self, k=f(self.k), v=f(self.v), far=[(q, f(k)) for q, k in self.far])
 
 
 class Attention(nn.Module):
@@ -50,66 +92,64 @@ class Attention(nn.Module):
         content: of an encoding that sees content, the module that attends in this layer (Encoding.layer_module).
         """
         super().__init__()
-        self.H, self.G, self.D, self.linear_attention = cfg.n_heads, cfg.kv_heads, cfg.head_width, None
-        if linear:
-            from model.linear_attention import linear_attention
-
-            self.linear_attention = linear_attention
-        self.qk_norms = None
-        if cfg.qk_norm:
-            from model.qk_norm import QKNorms
-
-            self.qk_norms = QKNorms(cfg)
+        self.H, self.G, self.D, self.linear = cfg.n_heads, cfg.kv_heads, cfg.head_width, linear
+        widths = (self.H * self.D, self.G * self.D) if cfg.qk_norm_all_heads else (self.D, self.D)
+        norms = [nn.RMSNorm(w, cfg.norm_eps, elementwise_affine=cfg.qk_norm_weight) for w in widths if cfg.qk_norm]
+        self.qk_norms = nn.ModuleList(norms)  # of q and of k (Henry et al. 2020, arXiv 2010.04245)
         self.qkv = nn.Linear(cfg.width, (self.H + 2 * self.G) * self.D, bias=cfg.qkv_bias)
         self.out = nn.Linear(self.H * self.D, cfg.width, bias=cfg.out_bias)
         self.content = content
 
-    def forward(
-        self, x: Tensor, pos: Encoding, positions: Tensor, prepared: Any, change: ContextChange,
-        cache: "Cache | None" = None, last: int | None = None,
-    ) -> Tensor:  # fmt: skip
-        """x [B, S, C] -> [B, S, C], or only the output of the last `last` tokens.
-
-        positions: int64 [T] or [B, T], of all tokens including those in the cache. prepared: the result of pos.prepare.
-        cache: the projections of earlier tokens, to which those of x are added; None if x contains all tokens (S = T).
-        """
-        S = last or x.shape[1]
-        qkv = self.qkv(x).unflatten(-1, (-1, self.D))  # [B, S, H + 2 G, D]
-        if cache is not None:
-            qkv = cache.extend(self, qkv)  # [B, T, H + 2 G, D]
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        """x [B, N, C] -> [B, S, C], where S is N or `where.last`."""
+        S = where.last or x.shape[1]
+        qkv = self.qkv(x).unflatten(-1, (-1, self.D))  # [B, N, H + 2 G, D]
+        if where.cache is not None:
+            qkv = where.cache.extend(self, qkv)  # [B, T, H + 2 G, D]
         if self.qk_norms:
-            qkv = self.qk_norms(*self.split(qkv))
-        if self.linear_attention:
-            y = self.linear_attention(*self.split(qkv), lambda q, k: pos.rotate(q, k, prepared), change.window)
+            *qk, v = self.split(qkv)
+            qkv = torch.cat([*(normalised(part, norm) for part, norm in zip(qk, self.qk_norms, strict=True)), v], dim=2)
+        if self.linear:
+            rotate = partial(where.encoding.rotate, prepared=where.prepared)
+            y = linear_attention(*self.split(qkv), rotate, where.change.window)  # [B, T, H, D]
             return self.out(y[:, -S:].flatten(2))
-        heads = self.rotated_heads(qkv, S, pos, positions, prepared, change)
+        heads = self.rotated_heads(qkv, S, where)
         if self.content is None:
-            y = attend(heads, pos, positions, change)  # [B, H, S, D]
+            y = attend(heads, where.encoding, where.positions, where.change)  # [B, H, S, D]
         else:
-            y = self.content(x, heads, pos, positions, change, cache)
+            y = self.content(x, heads, where)
         return self.out(y.transpose(1, 2).flatten(2))
 
     def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """[B, T, H + 2 G, D] -> q [B, T, H, D], k and v [B, T, G, D]"""
         return qkv.split((self.H, self.G, self.G), dim=2)
 
-    def rotated_heads(
-        self, qkv: Tensor, S: int, pos: Encoding, positions: Tensor, prepared: Any, change: ContextChange
-    ) -> Heads:
+    def rotated_heads(self, qkv: Tensor, S: int, where: Where) -> Heads:
         """Rotate the projections qkv [B, T, H + 2 G, D] of all T tokens -> Heads, with queries of the last S tokens."""
-        q, k, v = pos.rotate_qkv(qkv, (self.H, self.G, self.G), prepared)
-        q = sharpened(q, positions, change)  # a factor of each query, so it may follow the rotation
-        heads = Heads(self.by_head(q)[:, :, -S:], self.by_head(k), self.by_head(v))
-        if change.position_map is None:
-            return heads
-        from model.region_attention import add_regions
-
-        return add_regions(heads, self, qkv, pos, positions, prepared, change)
+        q, k, v = where.encoding.rotate_qkv(qkv, (self.H, self.G, self.G), where.prepared)
+        rotations = [(q, k)]
+        if where.change.position_map is not None:
+            q, k, _ = self.split(qkv)
+            rotations += [where.encoding.rotate(q, k, tables) for tables in where.prepared.far]
+        # A factor of each query, so it may follow the rotation
+        sharp = [(sharpened(q, where.positions, where.change), k) for q, k in rotations]
+        (q, k), *far = [(self.by_head(q)[:, :, -S:], self.by_head(k)) for q, k in sharp]
+        return Heads(q, k, self.by_head(v), far)
 
     def by_head(self, x: Tensor) -> Tensor:
-        """[B, T, H or G, D] -> [B, H, T, D], where each key-value head serves H / G query heads, or [B, G, T, D]."""
-        shared = x.device.type != "cpu" or not torch.is_grad_enabled()
-        return x.transpose(1, 2) if shared else repeat_heads(x.transpose(1, 2), self.H)
+        """[B, T, H or G, D] -> [B, H or G, T, D], in training on a CPU [B, H, T, D], as Heads says."""
+        return repeat_heads(x.transpose(1, 2), self.H) if trains_on_cpu(x) else x.transpose(1, 2)
+
+
+def trains_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu" and torch.is_grad_enabled()
+
+
+def normalised(x: Tensor, norm: nn.Module) -> Tensor:
+    """Each head of x [B, T, H, D], or all heads together if the norm is as wide, in float32 at least."""
+    assert isinstance(norm, nn.RMSNorm)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # squares in bfloat16 would lose too many bits
+    return norm(wide.flatten(2).unflatten(2, (-1, *norm.normalized_shape))).view(x.shape).to(x.dtype)
 
 
 def repeat_heads(x: Tensor, H: int) -> Tensor:
@@ -125,60 +165,61 @@ def sharpened(q: Tensor, positions: Tensor, change: ContextChange) -> Tensor:
     return q * sharpness.to(q.dtype)
 
 
-def attend(heads: Heads, pos: "Encoding | ContentBias", positions: Tensor, change: ContextChange) -> Tensor:
+# ---- four ways to compute softmax attention ----
+
+
+class ScoreBias(Protocol):
+    """What `attend` adds to the scores: an Encoding is one, and the biases of encodings that see content are others.
+
+    `places`, int64 [T] or [B, T]: what the bias is computed from, positions for an Encoding, indices for the others.
+    """
+
+    has_bias: bool = True
+
+    def bias(self, q_places: Tensor, k_places: Tensor, /) -> Tensor | None:
+        """The bias of these queries and keys, [H or 1, Tq, Tk] or [B, H, Tq, Tk]; None adds nothing."""
+
+    def key_bias(self, k_places: Tensor, /) -> Tensor | None:
+        """Of all T keys, float32 [H, T] or [B, H, T], if bias(q, k) = key_bias(k) + a function of q, which softmax
+        ignores. Then attention needs no mask.
+        """
+        return None
+
+
+def attend(heads: Heads, score_bias: ScoreBias, places: Tensor, change: ContextChange) -> Tensor:
     """Causal attention of the last S tokens to all T -> [B, H, S, D], with memory linear in T.
 
-    Chooses the implementation. Causal mask, window and regions compare indices in the sequence; the encoding's bias is
-    computed from positions.
+    The first of four ways that fits, from the fastest to the one that can do everything:
+
+        attend_unfused    short texts in training on a CPU
+        attend_causal     no mask: no bias, region or window below T, and all T queries or the last one
+        attend_key_bias   no mask: all T queries; a bias that depends on the key alone is a column of the heads
+        attend_blocks     a mask, for a block of queries at a time
+
+    Causal mask, window and regions compare indices in the sequence; the bias is computed from places.
     """
     S, T = heads.q.shape[2], heads.k.shape[2]
-    window = change.window if change.window is not None and change.window < T else None
-    if heads.far:
-        from model.region_attention import attend_regions
-
-        return attend_regions(heads, pos, positions, change, window)
-    # On a CPU, the backward pass of SDPA is slower than plain matrix products, as long as T x T is small. Forward and
-    # backward at B=16, H=4, D=64 in bfloat16 on two cores: 24 ms instead of 31 ms at T=256, 11 instead of 38 at T=128.
-    if heads.q.device.type == "cpu" and torch.is_grad_enabled() and S == T <= QUERY_BLOCK:
-        return attend_unfused(heads, pos, positions, change, window)
-    if window is None and S in (1, T):
-        if not pos.has_bias:  # one fused kernel and no mask; a single query sees all keys
+    # On a CPU, the backward pass of SDPA is slower than plain matrix products, as long as T x T is small
+    if trains_on_cpu(heads.q) and S == T <= QUERY_BLOCK and not heads.far:
+        return attend_unfused(heads, score_bias, places, change)
+    sees_all = change.window is None or change.window >= T - heads.prepended
+    if sees_all and S in (1, T) and not heads.far:  # SDPA's causal mask is right for T queries, a single one needs none
+        if not score_bias.has_bias:
             return attend_causal(heads.q, heads.k, heads.v)
-        if S == T and (key_bias := pos.key_bias(positions)) is not None:
-            from model.key_bias_attention import attend_key_bias
-
+        if S == T and (key_bias := score_bias.key_bias(places)) is not None:
             return attend_key_bias(heads, key_bias)
-    return attend_blocks(heads, pos, positions, change, window)
+    return attend_blocks(heads, score_bias, places, change)
 
 
-def attend_unfused(
-    heads: Heads, pos: "Encoding | ContentBias", positions: Tensor, change: ContextChange, window: int | None
-) -> Tensor:
+def attend_unfused(heads: Heads, score_bias: ScoreBias, places: Tensor, change: ContextChange) -> Tensor:
     """Attention as plain matrix products and a softmax, for at most QUERY_BLOCK tokens -> [B, H, T, D].
 
-    It slices no tensor: for slices, Inductor of torch 2.13 compiles a backward pass on a CPU that returns NaN. With a
-    bias, whose mask is float32, scores and softmax are float32 too.
+    It slices neither q, k nor v: for slices, Inductor of torch 2.13 compiles a backward pass on a CPU that returns NaN.
+    With a bias, whose mask is float32, scores and softmax are float32 too.
     """
-    (block,) = query_blocks(heads, pos, positions, change, window)
+    (block,) = query_blocks(heads, score_bias, places, change)
     scores = heads.q @ heads.k.transpose(-1, -2) * heads.q.shape[-1] ** -0.5 + block.mask  # [B, H, T, T]
     return scores.softmax(-1).to(heads.v.dtype) @ heads.v
-
-
-def attend_blocks(
-    heads: Heads, pos: "Encoding | ContentBias", positions: Tensor, change: ContextChange, window: int | None
-) -> Tensor:
-    """Attention with a mask (window, bias, or fewer queries than keys), a block of queries at a time.
-
-    Never compiled (engine/compile.py), for the reason that attend_unfused gives.
-    """
-    outputs, start = [], 0
-    if window is not None and not pos.has_bias and heads.q.shape[2] == heads.k.shape[2]:
-        start = window  # the first queries see all earlier keys
-        outputs.append(attend_causal(*(x[:, :, :window] for x in (heads.q, heads.k, heads.v))))
-    for block in query_blocks(heads, pos, positions, change, window, start):
-        k, v = block.visible(heads.k), block.visible(heads.v)  # [B, H, keys, D]
-        outputs.append(attend_masked(heads.q[:, :, block.rows], k, v, block.mask))
-    return torch.cat(outputs, dim=2)
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -186,12 +227,51 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=k.shape[1] < q.shape[1])
 
 
-def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+def attend_key_bias(heads: Heads, key_bias: Tensor) -> Tensor:
+    """Causal attention with a bias that depends on the key alone, float32 [H, T] or [B, H, T], and no mask.
+
+    The score q . k + b is one product of wider heads: [q | 1] . [k | b]. In bfloat16 b is split into three columns of 8
+    bits each, whose sum has float32's 24 bits. D + 8 columns, because fused kernels need a multiple of 8.
+    """
+    B, H, T, D = heads.q.shape
+    columns, rest = [], key_bias.expand(B, H, T)
+    for _ in range(3):
+        columns.append(rest.to(heads.q.dtype))
+        rest = rest - columns[-1].to(rest.dtype)
+    ones, pad = heads.q.new_ones(B, H, T, 3), heads.q.new_zeros(B, H, T, 5)
+    q = torch.cat((heads.q * D**-0.5, ones, pad), dim=-1)  # [B, H, T, D + 8]
+    k, v = repeat_heads(heads.k, H), repeat_heads(heads.v, H)  # query heads that share a key have different biases
+    k = torch.cat((k, torch.stack(columns, dim=-1), pad), dim=-1)  # [B, H, T, D + 8]
+    v = torch.cat((v, heads.q.new_zeros(B, H, T, 8)), dim=-1)  # the fused kernel wants one width for all
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)[..., :D]
+
+
+def attend_blocks(heads: Heads, score_bias: ScoreBias, places: Tensor, change: ContextChange) -> Tensor:
+    """Attention with a mask (window, bias, regions, or fewer queries than keys), a block of queries at a time.
+
+    Never compiled (engine/compile.py), for the reason that attend_unfused gives.
+    """
+    D, window, outputs, start = heads.q.shape[-1], change.window, [], 0
+    regions = change.position_map.regions() if change.position_map is not None else []
+    if window is not None and not score_bias.has_bias and not regions and heads.q.shape[2] == heads.k.shape[2]:
+        start = window  # the first queries see all earlier keys, so they need no mask
+        outputs.append(attend_causal(*(x[:, :, :window] for x in (heads.q, heads.k, heads.v))))
+    for block in query_blocks(heads, score_bias, places, change, start):
+        rotations = [(q[:, :, block.rows], block.keys_of(k)) for q, k in [(heads.q, heads.k), *heads.far]]
+        q, k, v, mask = *rotations[0], block.keys_of(heads.v), block.mask
+        if regions:
+            q, k, v, mask = widen(rotations, v, mask, regions, *block.in_text(heads.prepended))
+        outputs.append(attend_masked(q, k, v, mask, D**-0.5)[..., :D])
+    return torch.cat(outputs, dim=2)
+
+
+def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """SDPA of q [B, H, queries, D] to k and v [B, H or G, keys, D] -> [B, H, queries, D], mask in its own precision.
 
     Without autocast, which would round a float32 mask to bfloat16. The CPU's kernels add it to the float32 scores of
     bfloat16 heads; CUDA's need one dtype for all four, and with a mask none of its fused kernels shares keys.
     """
+    mask = mask.expand(-1, q.shape[1], -1, -1)
     dtype = q.dtype if q.device.type == "cpu" else mask.dtype
     k, v = (x if q.device.type == "cpu" else repeat_heads(x, q.shape[1]) for x in (k, v))
     with torch.autocast(q.device.type, enabled=False):
@@ -201,55 +281,58 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | 
         return y.to(q.dtype)
 
 
+# ---- masks ----
+
+
+def sees(q: Tensor, k: Tensor, window: int | None, always_visible: int) -> Tensor:
+    """Whether query q sees key k, bool [Tq, Tk], for their indices [Tq, 1] and [Tk]."""
+    if window is None:
+        return k <= q
+    return (k <= q) & ((k > q - window) | (k < always_visible))
+
+
 @dataclass
 class QueryBlock:
-    """Some queries, and the keys that any of them can see: the first `sinks`, and those in `local`."""
+    """Some queries, and the keys that any of them can see: the `first` ones, and those that are `near`."""
 
     rows: slice  # of the S queries
-    sinks: int
-    local: slice
-    index: slice  # of the queries in the sequence
-    mask: Tensor  # the encoding's bias, and -inf in the future and outside the window, [1 or B, H, queries, keys]
+    queries: range  # their indices
+    first: int
+    near: range  # indices
+    mask: Tensor  # the bias, and -inf where a query does not see a key, [1 or B, 1 or H, queries, keys]
 
-    def visible(self, x: Tensor) -> Tensor:
+    def keys_of(self, x: Tensor) -> Tensor:
         """[B, H, T, D] -> [B, H, keys, D]"""
-        return select_keys(x, 2, self.sinks, self.local)
+        return select_keys(x, 2, self.first, self.near)
+
+    def in_text(self, prepended: int) -> tuple[range, tuple[range, range]]:
+        """The indices of queries and keys in the text, where prepended keys have negative ones."""
+        near, queries = (range(x.start - prepended, x.stop - prepended) for x in (self.near, self.queries))
+        return queries, (range(-prepended, self.first - prepended), near)
 
 
-def select_keys(x: Tensor, dim: int, sinks: int, local: slice) -> Tensor:
-    """The entries of x along dim that belong to visible keys: the first `sinks`, and those in the slice `local`."""
-    near = x.narrow(dim, local.start, local.stop - local.start)
-    return torch.cat((x.narrow(dim, 0, sinks), near), dim) if sinks else near
+def select_keys(x: Tensor, dim: int, first: int, near: range) -> Tensor:
+    """The entries of x along dim of the first keys, and of those in `near`."""
+    selected = x.narrow(dim, near.start, len(near))
+    return torch.cat((x.narrow(dim, 0, first), selected), dim) if first else selected
 
 
 def query_blocks(
-    heads: Heads, pos: "Encoding | ContentBias", positions: Tensor, change: ContextChange, window: int | None,
-    first: int = 0,
-) -> Iterator[QueryBlock]:  # fmt: skip
-    """The S queries from number `first` on, in blocks of at most QUERY_BLOCK, each with the keys it can see and a mask.
-
-    window: the number of keys that each query sees, itself included; None: all earlier ones.
-    """
+    heads: Heads, score_bias: ScoreBias, places: Tensor, change: ContextChange, start: int = 0
+) -> Iterator[QueryBlock]:
+    """The S queries from number `start` on, in blocks of at most QUERY_BLOCK, each with the keys it can see."""
     q, S, T = heads.q, heads.q.shape[2], heads.k.shape[2]
-    for start in range(first, S, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, S)
-        queries = slice(T - S + start, T - S + stop)  # as indices in the sequence
-        local = slice(0 if window is None else max(0, queries.start - window + 1), queries.stop)
-        sinks = 0 if window is None else min(change.sinks, local.start)
-        # Only the last keys can be in the future of a query, and only the first ones outside its window. Comparing all
-        # distances instead takes longer than the attention itself. Comparing int32 indices compiles to code for a
-        # CPU that is twice as fast as triu, int64 indices or differences.
-        count = stop - start
-        key = torch.arange(count, device=q.device, dtype=torch.int32)
-        query = key.unsqueeze(1)
-        mask = q.new_zeros(count, sinks + local.stop - local.start)  # [queries, keys]
-        mask[:, -count:].masked_fill_(query < key, -math.inf)
-        if window is not None:
-            oldest = max(local.start, change.sinks)  # the first key that the window can hide; sinks are always seen
-            edge = mask[:, change.sinks : change.sinks + count]
-            edge.masked_fill_(query >= key[: edge.shape[1]] + (oldest + window - queries.start), -math.inf)
-        bias = pos.bias(positions[..., queries], select_keys(positions, -1, sinks, local))
+    window, always_visible = change.window, change.always_visible + heads.prepended
+    for row in range(start, S, QUERY_BLOCK):
+        rows = slice(row, min(row + QUERY_BLOCK, S))
+        queries = range(T - S + rows.start, T - S + rows.stop)
+        near = range(0 if window is None else max(0, queries.start - window + 1), queries.stop)
+        first = 0 if window is None else min(always_visible, near.start)
+        index = torch.arange(queries.stop, device=q.device, dtype=torch.int32)  # a CPU compares int64 more slowly
+        q_index, k_index = index[queries.start :, None], select_keys(index, 0, first, near)
+        mask = torch.where(sees(q_index, k_index, window, always_visible), q.new_zeros(()), -math.inf)
+        bias = score_bias.bias(places[..., queries.start : queries.stop], select_keys(places, -1, first, near))
         if bias is not None:  # bfloat16 could not hold ALiBi's slope x distance from distance 257 on
             mask = bias.to(torch.promote_types(q.dtype, torch.float32)) + mask
-        mask = mask if mask.dim() == 4 else mask.expand(1, q.shape[1], -1, -1)
-        yield QueryBlock(slice(start, stop), sinks, local, queries, mask)
+        mask = mask if mask.dim() == 4 else mask.expand(1, 1 if mask.dim() == 2 else -1, -1, -1)
+        yield QueryBlock(rows, queries, first, near, mask)

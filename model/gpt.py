@@ -5,7 +5,6 @@ Letters: B batch, T time, S scored positions, H query heads, G key-value heads, 
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,28 +12,32 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from conf.errors import UserError
+from conf.layer_schedule import describe as describe_layers
 from conf.registry import describe, yaml_name
 from conf.schema import ModelConfig, TrainConfig
+from kernels.gelu import after_linear, gelu
 from model import pos as encodings
-from model.attention import Attention
+from model.attention import Attention, Cache, Where
+from model.layer_schedule import ScheduledEncodings
 from model.pos import Encoding, Shape
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
 
-if TYPE_CHECKING:
-    from model.decode import Cache
+
+def squared_relu(x: Tensor) -> Tensor:
+    """So et al. 2021, arXiv 2109.08668."""
+    return F.relu(x).square()
+
+
+# swiglu and geglu: of the gate (Shazeer 2020, arXiv 2002.05202)
+ACTIVATIONS = {"gelu": gelu, "gelu_exact": F.gelu, "geglu": gelu, "swiglu": F.silu, "relu2": squared_relu}
 
 
 class MLP(nn.Module):
-    """The feed-forward layer, [B, T, C] -> [B, T, C].
-
-    GELU, SwiGLU or GEGLU (Shazeer 2020, arXiv 2002.05202), or squared ReLU (So et al. 2021, arXiv 2109.08668).
-    """
+    """The feed-forward layer, [B, T, C] -> [B, T, C]."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.gated, self.silu = cfg.mlp in ("swiglu", "geglu"), cfg.mlp == "swiglu"
-        self.squared_relu = cfg.mlp == "relu2"
-        self.gelu = "none" if cfg.mlp == "gelu_exact" else "tanh"
+        self.act, self.gated = ACTIVATIONS[cfg.mlp], cfg.mlp in ("swiglu", "geglu")
         # A gate is a third matrix, so 2/3 of the hidden width keeps the number of parameters, rounded up to 64.
         hidden = cfg.mlp_ratio * cfg.width
         hidden = cfg.mlp_width or (64 * math.ceil(2 * hidden / 3 / 64) if self.gated else hidden)
@@ -42,41 +45,10 @@ class MLP(nn.Module):
         self.down = nn.Linear(hidden, cfg.width, bias=cfg.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.squared_relu:
-            return self.down(F.relu(self.up(x)).square())
-        if not self.gated and fuses_gelu(x):
-            return self.down(linear_gelu(x, self.up, self.gelu))
-        x = self.up(x)
         if self.gated:
-            gate, x = x.chunk(2, dim=-1)
-            return self.down((F.silu(gate) if self.silu else gelu(gate, self.gelu)) * x)
-        return self.down(gelu(x, self.gelu))
-
-
-def gelu(x: Tensor, approximate: str) -> Tensor:
-    """F.gelu. In code compiled for a CPU its tanh approximation is written as a sigmoid, since 1 + tanh u is
-    2 sigmoid(2 u): torch's tanh takes 5 ms forward and backward for 2048 x 1024 numbers, its sigmoid 2 ms.
-    """
-    if approximate == "none" or x.device.type != "cpu" or not torch.compiler.is_compiling():
-        return F.gelu(x, approximate=approximate)
-    wide, scale = x.float(), math.sqrt(8 / math.pi)
-    return (wide * torch.sigmoid(scale * wide * (1 + 0.044715 * wide * wide))).to(x.dtype)
-
-
-def fuses_gelu(x: Tensor) -> bool:
-    """Whether to compute a linear layer and its GELU in one operation: in bfloat16 on a CPU, in inference.
-
-    There torch's own GELU (tanh) takes three times as long as the matrix product. (Compiled code has a faster one.)
-    """
-    on_cpu = x.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    on_cpu = on_cpu and torch.backends.mkldnn.is_available() and torch.is_autocast_enabled("cpu")
-    return on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def linear_gelu(x: Tensor, linear: nn.Linear, approximate: str) -> Tensor:
-    """gelu(linear(x)) in bfloat16 by oneDNN, as torch.compile would call it; GELU of the float32 sums."""
-    x, weight, bias = (None if t is None else t.bfloat16() for t in (x, linear.weight, linear.bias))
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], approximate)
+            gate, x = self.up(x).chunk(2, dim=-1)
+            return self.down(self.act(gate) * x)
+        return self.down(after_linear(self.act, self.up, x))  # act(up(x))
 
 
 def loss_block(device: torch.device) -> int:
@@ -94,30 +66,79 @@ def make_norm(cfg: ModelConfig) -> nn.Module:
     return nn.LayerNorm(cfg.width, eps=cfg.norm_eps, bias=cfg.norm_bias)
 
 
+# ---- a block, with the orders of its residual sums: model.residual ----
+
+
 class Block(nn.Module):
-    """A transformer block with norms before attention and MLP. Other arrangements are in model/other_blocks.py."""
+    """serial: norms before attention and MLP."""
 
     def __init__(self, cfg: ModelConfig, linear: bool, content: nn.Module | None = None):
         super().__init__()
         self.norm1, self.norm2 = make_norm(cfg), make_norm(cfg)
         self.attention, self.mlp = Attention(cfg, linear, content), MLP(cfg)
 
-    def forward(self, x: Tensor, *where: Any) -> Tensor:
-        """x [B, T, C] -> [B, T, C], or the output of the last tokens only.
-
-        *where: (pos, positions, prepared, change, cache, last), passed to Attention.forward.
-        """
-        attended = self.attention(self.norm1(x), *where)
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        """x [B, T, C] -> [B, T, C], or the output of the last `where.last` tokens only."""
+        attended = self.attention(self.norm1(x), where)
         x = x[:, -attended.shape[1] :] + attended
         return x + self.mlp(self.norm2(x))
 
 
-def make_block(cfg: ModelConfig, linear: bool, content: nn.Module | None) -> nn.Module:
-    if cfg.residual == "serial":
-        return Block(cfg, linear, content)
-    from model import other_blocks
+class ParallelBlock(Block):
+    """parallel: attention and MLP read the same x (GPT-NeoX)."""
 
-    return other_blocks.build(cfg, linear, content)
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        attended = self.attention(self.norm1(x), where)
+        x = x[:, -attended.shape[1] :]
+        return x + attended + self.mlp(self.norm2(x))
+
+
+class SharedNormBlock(Block):
+    """parallel_shared: they read it through one norm (GPT-J)."""
+
+    def __init__(self, cfg: ModelConfig, linear: bool, content: nn.Module | None = None):
+        super().__init__(cfg, linear, content)
+        del self.norm2
+
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        normed = self.norm1(x)
+        attended = self.attention(normed, where)
+        last = attended.shape[1]
+        return x[:, -last:] + attended + self.mlp(normed[:, -last:])
+
+
+class PostNormBlock(Block):
+    """serial_post: norms after attention and MLP instead of before them (OLMo 2)."""
+
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        attended = self.norm1(self.attention(x, where).to(x.dtype))  # under autocast bfloat16
+        x = x[:, -attended.shape[1] :] + attended
+        return x + self.norm2(self.mlp(x).to(x.dtype))
+
+
+class PrePostNormBlock(Block):
+    """serial_both: norms before and after them (Gemma 2 and 3)."""
+
+    def __init__(self, cfg: ModelConfig, linear: bool, content: nn.Module | None = None):
+        super().__init__(cfg, linear, content)
+        self.post_norm1, self.post_norm2 = make_norm(cfg), make_norm(cfg)
+
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        attended = self.post_norm1(self.attention(self.norm1(x), where).to(x.dtype))  # under autocast bfloat16
+        x = x[:, -attended.shape[1] :] + attended
+        return x + self.post_norm2(self.mlp(self.norm2(x)).to(x.dtype))
+
+
+BLOCKS = {
+    "serial": Block,
+    "parallel": ParallelBlock,
+    "parallel_shared": SharedNormBlock,
+    "serial_post": PostNormBlock,
+    "serial_both": PrePostNormBlock,
+}
+
+
+# ---- the network ----
 
 
 def of_encoding(name: str) -> bool:
@@ -136,7 +157,7 @@ class GPT(nn.Module):
         super().__init__()
         self.pos, self.linear = pos, linear
         self.tokens = nn.Embedding(vocab_size, cfg.width)
-        self.blocks = nn.ModuleList(make_block(cfg, linear, pos.layer_module(i)) for i in range(cfg.n_layers))
+        self.blocks = nn.ModuleList(BLOCKS[cfg.residual](cfg, linear, pos.layer_module(i)) for i in range(cfg.n_layers))
         self.norm = make_norm(cfg)
         self.head = nn.Linear(cfg.width, vocab_size, bias=cfg.head_bias)
         if cfg.tied_head:
@@ -145,10 +166,9 @@ class GPT(nn.Module):
             if of_encoding(name):  # it initialises its own parameters
                 continue
             if p.dim() == 2:
-                # Standard deviation 1 / sqrt(fan in), not GPT-2's 0.02: with 0.02 and these widths, attention is almost
-                # uniform at first, and one seed in three learned late to copy (1.335 instead of 1.203 bits/byte). As in
-                # GPT-2, the matrices that write into the residual stream, of which there are 2 per layer, are divided
-                # by sqrt(2 n_layers).
+                # Embeddings and head have GPT-2's standard deviation of 0.02, the other matrices 1 / sqrt(fan in): with
+                # 0.02 attention is almost uniform at first at these widths, and some seeds learn late to copy. As in
+                # GPT-2, the matrices that write into the residual stream, 2 per layer, are divided by sqrt(2 n_layers).
                 std = 0.02 if name.startswith(("tokens", "head")) else p.shape[1] ** -0.5
                 writes = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(p, std=std / math.sqrt(2 * cfg.n_layers) if writes else std)
@@ -156,14 +176,19 @@ class GPT(nn.Module):
                 nn.init.zeros_(p)
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor | None = None, change: ContextChange = NO_CHANGE,
-        cache: "Cache | None" = None, last: int | None = None,
-    ) -> Tensor:  # fmt: skip
-        """The output of the last block, [B, T, C], for tokens int64 [B, T] at integer positions [T] or [B, T].
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        change: ContextChange = NO_CHANGE,
+        cache: Cache | None = None,
+        last: int | None = None,
+    ) -> Tensor:
+        """The output of the last block for tokens int64 [B, T] at integer positions [T] or [B, T].
 
+        [B, T, C], or [B, last, C] if `last` is given: the output of so many tokens at the end is enough, so the last
+        block computes no other, and under a window tokens that cannot reach them through the layers are left out.
         positions None: 0 .. T - 1. With a cache, `tokens` continue the cached ones, positions start at the first cached
-        one, and the output is that of the new tokens only. last: the output of so many last tokens is enough, so the
-        last block computes no other, and under a window tokens that cannot reach them through the layers are left out.
+        one, and the output is that of the new tokens only.
         """
         past = 0 if cache is None else cache.tokens
         if positions is None:
@@ -176,8 +201,9 @@ class GPT(nn.Module):
         # Embeddings that are stored in bfloat16 are the only bfloat16 in the sum of all layers
         x = self.pos.embed(self.tokens(tokens).to(self.norm.weight.dtype), positions[..., past:])
         layers = self.pos.prepare_layers(len(self.blocks), positions, change)
-        for i, (block, (pos, prepared, its_change)) in enumerate(zip(self.blocks, layers, strict=True), 1):
-            x = block(x, pos, positions, prepared, its_change, cache, last if i == len(self.blocks) else None)
+        for i, (block, (encoding, prepared, its_change)) in enumerate(zip(self.blocks, layers, strict=True), 1):
+            its_last = last if i == len(self.blocks) else None
+            x = block(x, Where(encoding, positions, prepared, its_change, cache, its_last))
         if cache is not None:
             cache.tokens += tokens.shape[1]
         return x
@@ -186,7 +212,7 @@ class GPT(nn.Module):
         """Logits at every position, [B, T, V]."""
         return self.head(self.norm(self.hidden(tokens, positions, change)))
 
-    def last_logits(self, tokens: Tensor, last: int, change: ContextChange, cache: "Cache | None" = None) -> Tensor:
+    def last_logits(self, tokens: Tensor, last: int, change: ContextChange, cache: Cache | None = None) -> Tensor:
         """Logits at the last `last` positions only, [B, last, V]."""
         return self.head(self.norm(self.hidden(tokens, change=change, cache=cache, last=last)))
 
@@ -222,13 +248,14 @@ class GPT(nn.Module):
 
 
 def build_encoding(cfg: TrainConfig) -> Encoding:
-    """The positional encoding of a run with these settings. UserError if it does not fit the other settings."""
+    """The positional encoding of a run with these settings."""
     m = cfg.model
-    encoding = encodings.build(cfg.pos, shape := Shape(m.width, m.n_heads, m.head_width, cfg.ctx))
+    shape = Shape(m.width, m.n_heads, m.head_width, cfg.ctx)
+    encoding = encodings.build(cfg.pos, shape)
     if cfg.layers:
-        from model.layers import LayerSchedule
-
-        encoding = LayerSchedule(shape, encoding, cfg)
+        if cfg.attention == "linear":
+            raise UserError(f"attention=linear: needs layers=uniform, not layers={cfg.layers.name}")
+        encoding = ScheduledEncodings(shape, encoding, cfg.pos, cfg.layers)
     if cfg.attention == "linear" and m.qk_norm:
         raise UserError("model.qk_norm=True: attention=linear has no use for it")
     if cfg.attention == "linear" and (encoding.has_bias or encoding.sees_content):
@@ -253,28 +280,16 @@ def from_weights(cfg: TrainConfig, vocab_size: int, weights: dict[str, Tensor]) 
 
 
 def trained_context(cfg: TrainConfig, encoding: Encoding) -> TrainedContext:
-    """The facts about a run that scaling methods use: its encoding, frequencies and training contexts.
-
-    For a fine-tuned run, L is the context of the pre-training, and extended_ctx that of the fine-tuning.
-    """
+    """The facts about a run that scaling methods use. For a fine-tuned run, L is the context of the pre-training."""
     L = cfg.pretrained.get("ctx", cfg.ctx)
-    name, extended = yaml_name("pos", cfg.pos), cfg.ctx if cfg.init else 0
-    context = TrainedContext(name, L, encoding.inv_freq, cfg.attention, extended_ctx=extended)
-    if cfg.layers:
-        from model.layers import with_kinds
-
-        return with_kinds(context, encoding, cfg)
-    return context
+    context = TrainedContext(yaml_name("pos", cfg.pos), L, encoding.inv_freq, cfg.attention, max(L, cfg.ctx))
+    return encoding.with_types(context) if isinstance(encoding, ScheduledEncodings) else context
 
 
 def describe_encoding(cfg: TrainConfig) -> str:
     """`pos=rope base=500.0`, and the layer schedule if the run has one."""
-    text = f"pos={describe('pos', cfg.pos)}"
-    if cfg.layers:
-        from conf.layer_schedule import describe_layers
-
-        text += f", layers={describe_layers(cfg)}"
-    return text
+    layers = f", layers={describe_layers(cfg.layers)}" if cfg.layers else ""
+    return f"pos={describe('pos', cfg.pos)}{layers}"
 
 
 def trained_scaling(cfg: TrainConfig, context: TrainedContext, n: int | None = None) -> ContextChange:

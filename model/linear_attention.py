@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.attention import repeat_heads
-
 CHUNK = 128  # tokens whose products are written out; between chunks a state of D x D numbers is carried
 
 
@@ -44,7 +42,7 @@ def linear_attention(
         q, k = F.elu(q.to(wide)) + 1, F.elu(k.to(wide)) + 1
         k_and_v = (k, v.to(wide), rotate(q, k)[1])
         rotated_q = rotate(q, k)[0]
-        plain_k, v, rotated_k = (repeat_heads(t.transpose(1, 2), H) for t in k_and_v)
+        plain_k, v, rotated_k = (t.transpose(1, 2).repeat_interleave(H // t.shape[2], dim=1) for t in k_and_v)
         q, rotated_q = q.transpose(1, 2), rotated_q.transpose(1, 2)
         ones = torch.ones_like(v[..., :1])
 

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from model.scaling import TrainedContext
 
+# A method's threshold, in rotations within L -> pairs above its default in Llama 2 (L 4096, base 10000) or Llama 3
+# (L 8192, base 500000)
+PUBLISHED = {"beta_fast": ("Llama 2", 21), "beta": ("Llama 2", 21), "high_freq_factor": ("Llama 3", 29)}
+
 
 def frequencies(rotary_dim: int, base: float) -> Tensor:
     """RoPE's inv_freq, radians per token, float64 [rotary_dim / 2]."""
@@ -31,3 +35,20 @@ def card(trained: TrainedContext) -> str:
         f"spectrum: {len(r)} pairs rotate {r[0]:.3g} .. {r[-1]:.2g} times within {trained.train_ctx} tokens; "
         f"{int((r < 1).sum())} never complete a rotation"
     )
+
+
+def warning(knobs: dict, trained: TrainedContext) -> str:
+    """One line if a scaling method's threshold has fewer than 1/10 or more than 9/10 of the pairs above it; else empty.
+
+    Comparable is the threshold with the share of pairs above it that it has in the published model.
+    """
+    if trained.frequencies is None:
+        return ""
+    r, L = rotations(trained.inv_freq, trained.train_ctx), trained.train_ctx
+    for key, (model, count) in PUBLISHED.items():
+        if key in knobs and not len(r) <= 10 * (above := int((r > knobs[key]).sum())) <= 9 * len(r):
+            return (
+                f"warning: scaling.{key}={knobs[key]:g}: {above} of {len(r)} pairs rotate more often than that within "
+                f"{L} tokens (in {model}: {count} of 64); comparable: scaling.{key}={r.quantile(1 - count / 64):.2g}"
+            )
+    return ""

@@ -1,23 +1,43 @@
-"""Published claims tested on the rows of the matrix: python -m studies.claims
+"""Published claims tested on the rows of the study: python -m studies.claims writes results/claims.md
 
-Every claim of published.py is a list of differences between two sets of rows, each with a 95 % interval over seeds and
-documents. Its verdict is computed from tests of these differences. Writes results/claims.md.
+claims.yaml lists them. A claim is a list of checks of losses, each with a 95 % interval over seeds and documents; its
+verdict is computed from tests of these differences. A condition in a check is a run, a scaling method (nothing for
+none, `bar` for the better control) and @ with a length in trained contexts L: `rope yarn @2`. The checks are
+
+    a > b                 the loss of a is higher; `by 0.1`: by more than this, in nats per token; `since @1`: it has
+                          risen more since this length without scaling, for runs that are not equally good there
+    a is no worse than b  its loss is higher by less than the margin
+    a differs from b      in the mean of the absolute differences, by more than the margin within one run
+    a equals b            ... by less than this margin
 """
 
+import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from conf.errors import user_errors_in_one_line
-from measure.mixed_effects import Estimate, q_values
-from studies.checks import MARGINS_BETWEEN_RUNS, MARGINS_WITHIN_A_RUN, Check, Claim, worse
-from studies.published import CLAIMS
-from studies.rows import Rows, report_command
+import yaml
+
+from conf.errors import user_errors
+from measure.intervals import Estimate, estimate, interval_text, q_values
+from model.spectrum import frequencies
+from studies.decay import HEAD_DIM, POSITIONS, score
+from studies.rows import OLD, Rows, contrast, line, report_command
 
 ALPHA = 0.05
 HOLDS, REFUTED, UNDECIDED, MISSING = "holds", "refuted", "undecided", "not run"
-OLD = "old targets"
 
-Measured = Sequence[tuple[Check, Estimate | None]]  # the checks of a claim; None: no rows
+# The margins of "no worse" and "the same", in nats per token, by the length in trained contexts: a length has the
+# margin of the first entry that is not shorter, and the last one if all are. They are fixed here, not computed.
+#
+# Between two runs: the differences between rope and rope_interleaved, which are the same function class (A/A), in the
+# first study: 0.04 within the window (the end of the interval) and 0.24 at 2 L (the mean). A smaller difference between
+# runs is what a change of the seed makes. At 4 L to 32 L the A/A difference was below 0.24.
+# Within one run the seed is the same, so differences are far smaller. Up to L: twice the noise of a rerun on other
+# hardware (0.01). Past L: what a change of the seed makes within the window, the same 0.04.
+MARGINS_BETWEEN_RUNS = {1: 0.04, 2: 0.24}
+MARGINS_WITHIN_A_RUN = {1: 0.02, 2: 0.04}
 
 HEAD = """# Published claims, tested on the rows of the matrix
 
@@ -28,7 +48,7 @@ L = {L}. `bar` is the better of the two controls, the window control and the tex
 `since @{L}` compares how much the loss has risen since n = {L}. `abs` is the mean absolute difference over windows and
 documents. `unshifted` and `shifted` evaluate the same text at the first and the second half of the trained positions.
 
-**Intervals** are 95 %, from crossed random effects of seeds and documents (`measure/mixed_effects.py`). With one seed
+**Intervals** are 95 %, from crossed random effects of seeds and documents (`measure/intervals.py`). With one seed
 they cover other documents, but not other seeds, and are marked so, as are verdicts.
 
 **Verdicts.** "{holds}": every difference is on the claimed side of its margin; the p value of the claim is the largest
@@ -40,7 +60,7 @@ large, no number would. q is the false discovery rate of the verdict over all me
 "{missing}": no rows.
 
 "No worse" and "the same" are tests of equivalence (TOST) with these margins in nats per token, chosen from the noise
-floor in [matrix.md](matrix.md) (`studies/checks.py`): between two runs {between}; within one run {within}.
+floor in [matrix.md](matrix.md) (`studies/claims.py`): between two runs {between}; within one run {within}.
 
 "{old}": measured on the first rows, which score the last 64 tokens of each document, because the new rows do not have
 all conditions.
@@ -70,6 +90,119 @@ trainings, so its interval also shows how far two trainings of the same model di
 
 | | claim | source | measured | seeds | verdict |
 |---|---|---|---|---|---|"""
+
+
+# ---- checks ----
+
+
+@dataclass(frozen=True)
+class At:
+    """Rows of one condition: a run, a scaling method and a length."""
+
+    run: str  # name in the matrix without its seed, such as rope, base500 or pi-200
+    label: str  # of the method in evaluation: none, window, yarn, "ntk factor=fixed"; shifted, unshifted; or BAR
+    n: float  # in trained contexts, and after claims.in_tokens in tokens
+
+    def __str__(self) -> str:
+        method = "" if self.label == "none" else f" {self.label}"
+        return f"{self.run}{method} @{self.n:g}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """The condition loss(a) - loss(b) > margin in nats per token, or < margin with less=True.
+
+    absolute: compare the mean over windows and documents of |loss(a) - loss(b)|, for claims that two losses differ or
+    are equal. since: compare how much the loss has risen since this length without scaling, instead of the losses, for
+    claims about models that are not equally good there; in the same unit as At.n.
+    """
+
+    a: At
+    b: At
+    margin: float = 0.0
+    less: bool = False
+    absolute: bool = False
+    since: float | None = None
+
+    def measure(self, rows: Rows) -> Estimate | None:
+        """The mean of loss(a) - loss(b) over seeds, documents and windows that both have; None if there are none."""
+        plus, minus = ([rows.find(at.run, at.label, int(at.n))] for at in (self.a, self.b))
+        if self.since is not None:
+            plus.append(rows.find(self.b.run, "none", int(self.since)))
+            minus.append(rows.find(self.a.run, "none", int(self.since)))
+        values = contrast(plus, minus, self.absolute)
+        return estimate(values) if len(values) else None
+
+
+@dataclass(frozen=True)
+class DecayCheck(Check):
+    """The condition score(a) - score(b) > margin, where score is the mean of q . k / D over the distances from n on.
+
+    q and k are all ones, as in studies/decay.py. The label of `a` and `b` is "base B score". The difference is exact.
+    """
+
+    def measure(self, rows: Rows) -> Estimate:
+        return Estimate(self.score(self.a) - self.score(self.b))
+
+    def score(self, at: At) -> float:
+        inv_freq = frequencies(HEAD_DIM, float(at.label.split()[1]))
+        return score(inv_freq, POSITIONS)[int(at.n) :].mean().item()
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A published claim. It holds if all checks do."""
+
+    text: str
+    source: str
+    reported: str  # what the source reports, at its scale
+    checks: list[Check]
+    by_construction: bool = False  # it follows from the definitions: the rows test the code, not the claim
+
+
+Measured = Sequence[tuple[Check, Estimate | None]]  # the checks of a claim; None: no rows
+
+
+# ---- claims.yaml ----
+
+CONDITION = r"(\S+)(?: (.+))? @([\d.]+)"
+CHECK = r"(.+ @[\d.]+) (>|is no worse than|differs from|equals) (.+? @[\d.]+)(?: by ([\d.]+))?(?: since @([\d.]+))?"
+
+
+def read_claims(study: str) -> list[Claim]:
+    """The claims about the rows of this study, `matrix` or `layers`."""
+    claims = yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text())[study]
+    return [read_claim(**claim) for claim in claims]
+
+
+def read_claim(claim: str, source: str, reported: str, checks: list[str], by_construction: bool = False) -> Claim:
+    return Claim(claim, source, reported, [read_check(text) for text in checks], by_construction)
+
+
+def read_check(text: str) -> Check:
+    """The check that this text describes."""
+    first, relation, second, by, since = fully(CHECK, text)
+    a, b = (At(run, label or "none", float(n)) for run, label, n in (fully(CONDITION, at) for at in (first, second)))
+    if a.run == "decay":
+        return DecayCheck(a, b)
+    if relation == ">":
+        return Check(a, b, float(by or 0), since=None if since is None else float(since))
+    of_this_length = margin(max(a.n, b.n), one_run=a.run == b.run)
+    absolute = relation != "is no worse than"
+    return Check(a, b, of_this_length, less=relation != "differs from", absolute=absolute)
+
+
+def fully(pattern: str, text: str) -> Sequence[Any]:
+    match = re.fullmatch(pattern, text)
+    if not match:
+        raise ValueError(f"claims.yaml: not a check: {text}")
+    return match.groups()
+
+
+def margin(n: float, one_run: bool) -> float:
+    """The margin of "no worse" at a length in trained contexts, nats per token."""
+    table = MARGINS_WITHIN_A_RUN if one_run else MARGINS_BETWEEN_RUNS
+    return next((nats for length, nats in table.items() if n <= length), list(table.values())[-1])
 
 
 # ---- verdicts ----
@@ -117,30 +250,21 @@ def what_would_decide(results: Sequence[tuple[Check, Estimate]]) -> str:
     return f"{min(enough) if wrong else max(enough)} seeds would decide"
 
 
-def measure(claim: Claim, rows: Rows, old: Rows, L: int) -> tuple[Measured, bool]:
-    """(the checks in tokens with their results, whether from the old rows).
-
-    The old rows are used if they have all conditions of the claim and the new rows do not.
-    """
+def measure(claim: Claim, sources: Sequence[Rows], L: int) -> tuple[Measured, str]:
+    """(the checks in tokens with their results, the mark of the rows): of the first source that has all conditions."""
     checks = [in_tokens(check, L) for check in claim.checks]
-    results = [check.measure(rows) for check in checks]
-    if None in results and old:
-        from_old = [check.measure(old) for check in checks]
-        if None not in from_old:
-            return list(zip(checks, from_old, strict=True)), True
-    return list(zip(checks, results, strict=True)), False
+    found = [([(check, check.measure(rows)) for check in checks], rows.mark) for rows in sources]
+    return next((x for x in found if all(result is not None for _, result in x[0])), found[0])
 
 
 # ---- the report ----
 
 
-def interval_text(result: Estimate) -> str:
+def estimate_text(result: Estimate) -> str:
     """`+1.234 [+1.100, +1.400]`; only the mean if it is exact."""
     if not result.variance:
         return f"{result.mean:+.3f}"
-    low, high = result.interval
-    note = " (one seed: documents only)" if result.seeds == 1 else ""
-    return f"{result.mean:+.3f} [{low:+.3f}, {high:+.3f}]{note}"
+    return interval_text(result.mean, *result.interval) + (" (one seed: documents only)" if result.seeds == 1 else "")
 
 
 def describe(check: Check, result: Estimate | None) -> str:
@@ -151,7 +275,7 @@ def describe(check: Check, result: Estimate | None) -> str:
     if check.since is not None:
         difference = f"({difference}) since @{check.since:g}"
     sign = "<" if check.less else ">"
-    return f"{difference} {sign} {check.margin:.2g}: {MISSING if result is None else interval_text(result)}"
+    return f"{difference} {sign} {check.margin:.2g}: {MISSING if result is None else estimate_text(result)}"
 
 
 def q_text(q: float | None) -> str:
@@ -167,53 +291,48 @@ def with_q(p_of: Sequence[float | None]) -> list[float | None]:
     return [None if p is None else next(q) for p in p_of]
 
 
-def cells(measured: Measured, from_old: bool, q: float | None = None) -> tuple[str, int, str, str]:
-    """(differences, seeds, q, verdict) of a claim's line."""
-    seeds = min(result.seeds if result else 0 for _, result in measured)
+def verdict_text(measured: Measured, mark: str) -> str:
+    """`**holds**, one seed`, with the mark of the rows if they have one."""
     verdict = decide(measured)[0]
     exact = all(result is not None and not result.variance for _, result in measured)
-    only = ", one seed" if seeds == 1 and not exact and verdict in (HOLDS, REFUTED) else ""
-    verdict = f"**{verdict}**{only}" + (f", {OLD}" if from_old else "")
-    return "; ".join(describe(check, result) for check, result in measured), seeds, q_text(q), verdict
+    only = ", one seed" if seeds_of(measured) == 1 and not exact and verdict in (HOLDS, REFUTED) else ""
+    return f"**{verdict}**{only}" + (f", {mark}" if mark else "")
 
 
-def claims_sections(rows: Rows, old: Rows, L: int, claims: Sequence[Claim] = CLAIMS) -> tuple[list[str], list[str]]:
+def seeds_of(measured: Measured) -> int:
+    return min(result.seeds if result else 0 for _, result in measured)
+
+
+def claims_sections(sources: Sequence[Rows], L: int, claims: Sequence[Claim]) -> tuple[list[str], list[str]]:
     """(the table of the measured claims, the table of those by construction). Both have the numbers in `claims`."""
-    numbered = [(number, claim, measure(claim, rows, old, L)) for number, claim in enumerate(claims, 1)]
-    tests = [x for x in numbered if not x[1].by_construction]
-    q_of = with_q([decide(measured)[1] for _, _, (measured, _) in tests])
-    lines = [MEASURED]
-    for (number, claim, result), q_value in zip(tests, q_of, strict=True):
-        measured, seeds, q, verdict = cells(*result, q_value)
-        source = f"{claim.source}: {claim.reported}"
-        lines.append(f"| {number} | {claim.text} | {source} | {measured} | {seeds} | {q} | {verdict} |")
-    by_construction = [BY_CONSTRUCTION]
-    for number, claim, result in (x for x in numbered if x[1].by_construction):
-        measured, seeds, _, verdict = cells(*result)
-        source = f"{claim.source}: {claim.reported}"
-        by_construction.append(f"| {number} | {claim.text} | {source} | {measured} | {seeds} | {verdict} |")
-    return lines, by_construction
+    results = [measure(claim, sources, L) for claim in claims]
+    tests = [measured for claim, (measured, _) in zip(claims, results, strict=True) if not claim.by_construction]
+    q = iter(with_q([decide(measured)[1] for measured in tests]))
+    tables = [MEASURED], [BY_CONSTRUCTION]
+    for number, (claim, (measured, mark)) in enumerate(zip(claims, results, strict=True), 1):
+        differences = "; ".join(describe(check, result) for check, result in measured)
+        cells = [str(number), claim.text, f"{claim.source}: {claim.reported}", differences, str(seeds_of(measured))]
+        cells += [] if claim.by_construction else [q_text(next(q))]
+        tables[claim.by_construction].append(line([*cells, verdict_text(measured, mark)]))
+    return tables
 
 
-def pi_section(rows: Rows, old: Rows, L: int) -> list[str]:
-    """PI against no scaling at every length past L; from the old rows if the new ones do not have both."""
+def pi_section(sources: Sequence[Rows], L: int) -> list[str]:
+    """PI against no scaling at every length past L; of the first source that has both."""
 
     def curve(rows: Rows) -> list[tuple[Check, Estimate | None]]:
-        lengths = sorted({row["n"] for row in rows if row["label"] == "pi" and row["n"] > L})
-        checks = [worse("rope", "none", n, "rope", "pi", n) for n in lengths]
+        lengths = sorted({n for _, label, n in rows.by_condition if label == "pi" and n > L})
+        checks = [Check(At("rope", "none", n), At("rope", "pi", n)) for n in lengths]
         return [(check, result) for check in checks if (result := check.measure(rows))]
 
-    points = curve(rows)
-    from_old = not points
-    points = points or curve(old)
+    points, mark = next(((points, rows.mark) for rows in sources if (points := curve(rows))), ([], ""))
     outcomes = [decide([point]) for point in points]
     wording = {HOLDS: "PI is better", REFUTED: "PI is worse"}
     lines = [PI_CURVE]
     for (check, result), (verdict, _), q in zip(points, outcomes, with_q([p for _, p in outcomes]), strict=True):
         assert result is not None
-        value = f"{interval_text(result)} | {result.seeds} | {q_text(q)}"
-        mark = f", {OLD}" if from_old else ""
-        lines.append(f"| {check.a.n / L:g} | {value} | **{wording.get(verdict, verdict)}**{mark} |")
+        text = f"**{wording.get(verdict, verdict)}**" + (f", {mark}" if mark else "")
+        lines.append(line([f"{check.a.n / L:g}", estimate_text(result), str(result.seeds), q_text(q), text]))
     return lines
 
 
@@ -223,19 +342,15 @@ def margins_text(margins: dict[int, float]) -> str:
     return ", ".join(f"{nats:g} up to {length} L" for length, nats in up_to) + f", {last:g} past it"
 
 
-def report(rows: Rows, old: Rows) -> str:
-    """The text of results/claims.md, from the new rows and the old ones; one of them may be empty."""
-    L = (rows or old)[0]["train_ctx"]
-    between, within = margins_text(MARGINS_BETWEEN_RUNS), margins_text(MARGINS_WITHIN_A_RUN)
-    head = HEAD.format(L=L, holds=HOLDS, refuted=REFUTED, undecided=UNDECIDED, missing=MISSING, alpha=ALPHA, old=OLD,
-                       between=between, within=within)  # fmt: skip
-    measured, by_construction = claims_sections(rows, old, L)
-    return "\n".join([head.rstrip(), *measured, *pi_section(rows, old, L), *by_construction]) + "\n"
-
-
-def main() -> None:
-    report_command(report, "Published claims tested on the rows of the matrix", "claims.md")
+def report(sources: Sequence[Rows]) -> str:
+    """The text of results/claims.md."""
+    L = sources[0].trained_ctx
+    words = {"holds": HOLDS, "refuted": REFUTED, "undecided": UNDECIDED, "missing": MISSING, "old": OLD}
+    margins = {"between": margins_text(MARGINS_BETWEEN_RUNS), "within": margins_text(MARGINS_WITHIN_A_RUN)}
+    measured, by_construction = claims_sections(sources, L, read_claims("matrix"))
+    head = HEAD.format(L=L, alpha=ALPHA, **words, **margins).rstrip()
+    return "\n".join([head, *measured, *pi_section(sources, L), *by_construction]) + "\n"
 
 
 if __name__ == "__main__":
-    user_errors_in_one_line(main)()
+    user_errors(report_command)(report, "claims.md")

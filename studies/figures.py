@@ -7,46 +7,258 @@
     layers      the newer encodings, the layer schedules and the changed encodings of studies.matrix --plan layers
 
 Each is written as PNG, SVG and PDF to results/. The same rows give the same files. A band is the range over seeds; with
-fewer than three seeds, the seeds are points instead.
+fewer than three seeds, the seeds are points instead. `--page FILE` writes the rows as an HTML page instead.
 """
 
 import argparse
-import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import FuncFormatter, NullLocator
 
-from conf.errors import user_errors_in_one_line
+from conf.errors import user_errors
 from conf.registry import ROOT
 from measure import plots
-from measure.plots import NAMES, color_of
-from studies.figure_parts import (
-    CONTROL,
-    DASHED,
-    DOTTED,
-    MIXED,
-    Line,
-    describe_seeds,
-    draw_line,
-    draw_over_lengths,
-    finish_panels,
-    method_style,
-    over_lengths,
-    perplexity_axis,
-    seed_losses,
-    style_of,
-)
+from measure.curves import Curve
+from measure.page import write_page
+from measure.plots import CONTROL_DASHES, NAMES, color_of
 from studies.plan import EXTENSIONS, NEWER_ENCODINGS
-from studies.rows import Rows, read_both, read_rows, run_of, seeds_of, trained_ctx
+from studies.rows import MATRIX, Rows, StudyRow, read_sources, source
 from studies.spectrum import base_bound, scale_matched_base
 
 HEAD_DIM = 64  # of every size of the study
+FEWEST_FOR_A_BAND = 3  # seeds: the range of two of them says little
 METHODS = ("none", "pi", "ntk", "ntk_by_parts", "yarn", "rerope")  # of the figure `scaling`
-# The panels of the figure `layers`: (run, label of the method, name, colour) of the lines
 SCHEDULES = ("gemma3", "sssl", "smollm3", "swan", "window_only")
+FORMATS = (".png", ".svg", ".pdf")
+
+Style = dict[str, Any]  # colour and dashes of a line
+Line = tuple[dict[Any, np.ndarray], str, Style]  # (x -> losses [seeds], nats per token; its name; its style)
+
+DASHED, DOTTED, MIXED = (0, (5, 1.5)), (0, (2, 1.5)), (0, (5, 1.5, 1.5, 1.5))
+CONTROL = {"color": color_of("methods", "window"), "linestyle": CONTROL_DASHES}
+SCRATCH = {"color": "#8A8A8A", "linestyle": MIXED}
+
+
+# ---- lines ----
+
+
+def style_of(name: str) -> Style:
+    """The colour and dashes of an encoding. Variants of RoPE are dashed, because their curves are close together."""
+    dashes = {"rope_interleaved": DASHED, "rope_partial": MIXED, "rope_proportional": DOTTED}
+    return {"color": color_of("encodings", name), "linestyle": dashes.get(name, "-")}
+
+
+def over_lengths(rows: Rows, run: str, label: str, name: str, style: Style) -> Line:
+    """n -> the losses, of a run with a method."""
+    ns = sorted({n for name, at, n in rows.by_condition if (name, at) == (run, label)})
+    return {n: rows.losses(run, label, n) for n in ns}, name, style
+
+
+def window_control(rows: Rows) -> Line:
+    return over_lengths(rows, "rope", "window", "rope, window control", CONTROL)
+
+
+def draw_line(ax: Any, line: Line) -> tuple[float, float, str, Style]:
+    """Draw exp(mean loss over seeds) as a line and the range over seeds as a band; two seeds as points instead.
+
+    Returns what `end_labels` needs.
+    """
+    points, name, style = line
+    x = list(points)
+    means = [float(np.exp(losses.mean())) for losses in points.values()]
+    enough = [len(losses) >= FEWEST_FOR_A_BAND for losses in points.values()]
+    low, high = ([np.exp(end(losses)) for losses in points.values()] for end in (np.min, np.max))
+    ax.plot(x, means, marker="o", **style)
+    ax.fill_between(x, low, high, where=enough, color=style["color"], alpha=0.15, linewidth=0)
+    seeds = [(at, np.exp(loss)) for at, losses in points.items() if len(losses) == 2 for loss in losses]
+    if seeds:
+        look = {"markersize": 4.5, "markerfacecolor": "none", "markeredgewidth": 0.9, "color": style["color"]}
+        ax.plot(*zip(*seeds, strict=True), "o", **look)
+    return x[-1], means[-1], name, style
+
+
+def draw_over_lengths(ax: Any, rows: Rows, lines: Iterable[Line]) -> list[tuple]:
+    """The lines that have rows, over the context length, and the x axis. Returns the labels of the lines."""
+    ends = [draw_line(ax, line) for line in lines if line[0]]
+    plots.mark(ax, rows.trained_ctx, f"trained at {rows.trained_ctx}")
+    plots.lengths_axis(ax, [*window_control(rows)[0]])
+    ax.set_xlabel("context length n (tokens)")
+    return ends
+
+
+def describe_seeds(rows: Rows, runs: Iterable[str]) -> str:
+    """For the title: how many seeds these runs have, and what bands and points show."""
+    seeds = defaultdict(set)
+    for row in rows.rows:
+        seeds[row.name].add(row.seed)
+    counts = sorted({len(seeds[run]) for run in runs if run in seeds})
+    if counts == [1]:
+        return "one seed"
+    text = f"mean of {' or '.join(map(str, counts))} seeds"
+    text += "; bands: their range" if counts[-1] >= FEWEST_FOR_A_BAND else ""
+    return text + ("; hollow points: single seeds" if any(1 < n < FEWEST_FOR_A_BAND for n in counts) else "")
+
+
+def finish(fig: Any, labels: Sequence[list[tuple]], space: int = 22) -> Any:
+    """A logarithmic y axis with round numbers, which all panels share, and the names of each panel's lines."""
+    first = fig.axes[0]
+    first.set_yscale("log")
+    low, high = first.get_ylim()
+    ticks = [p * 10**k for k in range(4) for p in (1, 1.5, 2, 3, 5, 7) if low <= p * 10**k <= high]
+    first.yaxis.set_minor_locator(NullLocator())
+    first.set_yticks(ticks)
+    first.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    first.set_ylabel("perplexity on the same targets")
+    for ax, ends in zip(fig.axes, labels, strict=True):
+        plots.end_labels(ax, ends, space)
+    return fig
+
+
+def title_of_panels(fig: Any, title: str, y: float) -> None:
+    """Above the first of several panels."""
+    fig.suptitle(title, fontsize=11, x=fig.axes[0].get_position().x0, y=y, ha="left")
+
+
+# ---- the figures ----
+
+
+def one_panel(rows: Rows, lines: Sequence[Line], title: str, runs: Iterable[str]) -> Any:
+    """Perplexity against context length."""
+    fig, ax = plots.pyplot().subplots(figsize=(9, 5.2))
+    ends = draw_over_lengths(ax, rows, lines)
+    finish(fig, [ends], space=34)
+    ax.set_title(f"{title}\n{describe_seeds(rows, runs)}")
+    return fig
+
+
+def encodings(rows: Rows) -> Any:
+    """Every encoding without scaling, and rope's window control."""
+    runs = {run: "NoPE (none)" if run == "none" else run for run in rows.runs("encodings")}
+    lines = [over_lengths(rows, run, "none", name, style_of(run)) for run, name in runs.items()]
+    title = "Extrapolation of each positional encoding past the trained context"
+    return one_panel(rows, [*lines, window_control(rows)], title, runs)
+
+
+def scaling(rows: Rows) -> Any:
+    """rope with the scaling methods of METHODS, and its window control."""
+    styles = {m: {"color": color_of("methods", m), "linestyle": "-"} for m in METHODS} | {"window": CONTROL}
+    lines = [over_lengths(rows, "rope", m, NAMES.get(m, m), style) for m, style in styles.items()]
+    return one_panel(rows, lines, "Extrapolation of RoPE past the trained context, by scaling method", ["rope"])
+
+
+def finetune(rows: Rows) -> Any:
+    """Perplexity against the share of fine-tuning, in three panels: at L, at the fine-tuning context 4 L and at 8 L.
+
+    A line for each method. At 0 % the method is applied to rope without fine-tuning.
+    """
+    rows, L = rows.with_seeds_of("finetune"), rows.trained_ctx
+    shares = {row.percent: row.finetune_steps for row in rows.rows if row.part == "finetune" and row.percent}
+    shares = {0: 0} | dict(sorted(shares.items()))  # % of the pre-training -> steps
+    panels = {L: "trained context", 4 * L: "fine-tuning context", 8 * L: "twice the fine-tuning context"}
+    fig, axes = plots.pyplot().subplots(1, len(panels), figsize=(15, 4.6), sharey=True)
+    fig.subplots_adjust(wspace=0.75)  # room for the names at the ends of the lines
+    labels = []  # of each panel
+    for ax, (n, place) in zip(axes, panels.items(), strict=True):
+        ends = [draw_line(ax, line) for line in finetuned(rows, shares, n) if line[0]]
+        references = {f"from scratch at {4 * L}": (rows.losses(f"scratch-{4 * L}", "none", n), SCRATCH)}
+        if n > L:  # at L it is the model itself, which is the point at 0 %
+            references[NAMES["window"]] = rows.losses("rope", "window", n), CONTROL
+        for name, (losses, style) in references.items():
+            if len(losses):
+                ax.axhline(np.exp(losses.mean()), linewidth=1, **style)
+                ends.append((max(shares), float(np.exp(losses.mean())), name, style))
+        labels.append(ends)
+        ax.set_title(f"{place}: n = {n} = {n // L} L")
+        ax.set_xlabel("fine-tuning tokens (% of pre-training tokens)")
+        ax.set_xticks(list(shares), [f"{share:g}" for share in shares], fontsize=8)
+    finish(fig, labels)
+    seeds = describe_seeds(rows, rows.runs("finetune", "none"))
+    title_of_panels(
+        fig, f"RoPE trained at {L} and fine-tuned at {4 * L} (0 %: scaling without fine-tuning)\n{seeds}", 1.04
+    )
+    return fig
+
+
+def finetuned(rows: Rows, shares: dict[float, int], n: int) -> list[Line]:
+    """The share of fine-tuning -> the losses at length n, for each method. shares: of the pre-training -> steps"""
+    lines = []
+    for method in EXTENSIONS:
+        conditions = {
+            share: (f"{method}-{steps}", "none") if steps else ("rope", method) for share, steps in shares.items()
+        }
+        points = {share: rows.losses(*condition, n) for share, condition in conditions.items()}
+        points = {share: losses for share, losses in points.items() if len(losses)}
+        lines.append((points, NAMES.get(method, method), {"color": color_of("methods", method), "linestyle": "-"}))
+    return lines
+
+
+def base(rows: Rows) -> Any:
+    """Perplexity against RoPE's base in pre-training, with a line for each of the lengths L, 2 L, 4 L and 8 L.
+
+    Only seeds that the runs with other bases have are used, also for the default base.
+    """
+    runs, rows, L = rows.bases(), rows.with_seeds_of("base"), rows.trained_ctx
+    fig, ax = plots.pyplot().subplots(figsize=(8, 4.8))
+    ends = []
+    for k, n in enumerate((L, 2 * L, 4 * L, 8 * L)):
+        points = {b: losses for b, run in runs.items() if len(losses := rows.losses(run, "none", n))}
+        style = {"color": plots.pyplot().get_cmap("viridis")(0.85 * k / 3), "linestyle": "-"}
+        ends.append(draw_line(ax, (points, f"n = {n}", style)))
+    ax.set_xscale("log")
+    ax.set_xticks(list(runs), [f"{b:,.0f}" for b in runs], fontsize=8)
+    ax.xaxis.set_minor_locator(NullLocator())
+
+    # two published rules for the base, as vertical lines
+    bound, matched = base_bound(HEAD_DIM, L), scale_matched_base(HEAD_DIM, L)
+    for x, dashes in ((bound, "-"), (matched, DOTTED)):
+        ax.axvline(x, color="#999999", linewidth=1, linestyle=dashes)
+    text = f"{bound:,.0f}: lower bound on the base for L = {L} (Men et al.)\n"
+    text += f"{matched:,.0f}: slowest pair rotates as often as in Llama 2"
+    ax.annotate(
+        text, (bound, 1), (4, -4), ("data", "axes fraction"), "offset points", va="top", color="#666666", fontsize=8
+    )
+
+    ax.set_yscale("log")
+    ax.set_ylim(top=ax.get_ylim()[1] * 1.3)  # room for the text above
+    finish(fig, [ends])
+    ax.set_xlabel("base of RoPE in pre-training")
+    ax.set_title(
+        f"RoPE with different bases, trained at {L} and evaluated at n tokens\n{describe_seeds(rows, runs.values())}"
+    )
+    return fig
+
+
+def layers(rows: Rows) -> Any:
+    """Perplexity against context length of the runs of the plan `layers`, in a panel for each kind of them.
+
+    All panels have rope, its window control and alibi. The other lines of a panel differ in their dashes, too.
+    """
+    references = [over_lengths(rows, run, "none", run, style_of(run)) for run in ("rope", "alibi")]
+    references.append(window_control(rows))
+    fig, axes = plots.pyplot().subplots(1, len(LAYER_PANELS), figsize=(16, 5.2), sharey=True)
+    fig.subplots_adjust(wspace=0.62)  # room for the names at the ends of the lines
+    labels = []  # of each panel
+    for ax, (title, conditions) in zip(axes, LAYER_PANELS.items(), strict=True):
+        lines = []
+        for i, (run, label, name, color) in enumerate(conditions):
+            dashes = ("-", DASHED, DOTTED, MIXED)[i % 4]
+            lines.append(over_lengths(rows, run, label, name, {"color": color, "linestyle": dashes}))
+        labels.append(draw_over_lengths(ax, rows, [*references, *lines]))
+        ax.set_title(title)
+    finish(fig, labels)
+    seeds = describe_seeds(rows, {row.name for row in rows.rows})
+    seeds += ": a difference below that between two seeds of rope means little" if seeds == "one seed" else ""
+    L = rows.trained_ctx
+    title = f"Newer encodings, layer schedules and changes of a trained rope beside rope and alibi, L = {L}\n{seeds}"
+    title_of_panels(fig, title, 1.02)
+    return fig
+
+
+# The panels of the figure `layers`: (run, label of the method, name, colour) of the lines
 LAYER_PANELS = {
     "encodings": [(run, "none", run, color_of("encodings", run)) for run in (*NEWER_ENCODINGS, "sink_logits", "cope")],
     "layer schedules": [
@@ -64,180 +276,42 @@ LAYER_PANELS = {
         ("rope", "yarn", "rope, yarn (not trained)", color_of("methods", "yarn")),
     ],
 }
-PANEL_DASHES = ("-", DASHED, DOTTED, MIXED)  # one after the other in a panel
-FORMATS = (".png", ".svg", ".pdf")
+# The figures -> the part of the plan that each needs
+FIGURES = {encodings: "encodings", scaling: "encodings", finetune: "finetune", base: "base", layers: "layers"}
 
 
-def encodings(rows: Rows) -> Any:
-    """Every encoding without scaling, and rope's window control."""
-    names = sorted({run_of(row) for row in rows if row["part"] == "encodings"})
-    curves = [(name, "none", "NoPE (none)" if name == "none" else name, style_of(name)) for name in names]
-    window = ("rope", "window", "rope, window control", CONTROL)
-    return over_lengths(rows, [*curves, window], "Extrapolation of each positional encoding past the trained context")
-
-
-def scaling(rows: Rows) -> Any:
-    """rope with the scaling methods of METHODS, and its window control."""
-    curves = [("rope", method, NAMES.get(method, method), method_style(method)) for method in METHODS]
-    window = ("rope", "window", NAMES["window"], CONTROL)
-    return over_lengths(rows, [*curves, window], "Extrapolation of RoPE past the trained context, by scaling method")
-
-
-def finetune(rows: Rows) -> Any:
-    """Perplexity against the share of fine-tuning, in three panels: at L, at the fine-tuning context 4 L and at 8 L.
-
-    A line for each method. At 0 % the method is applied to rope without fine-tuning.
-    """
-    rows = seeds_of(rows, "finetune")
-    L = trained_ctx(rows, "rope")
-    tuned = [row for row in rows if row["part"] == "finetune" and row["label"] == "none"]
-    shares = sorted({row["percent"] for row in tuned if row["percent"]})  # % of the pre-training
-    panels = ((L, "trained context"), (4 * L, "fine-tuning context"), (8 * L, "twice the fine-tuning context"))
-    fig, axes = plt.subplots(1, len(panels), figsize=(15, 4.6), sharey=True)
-    fig.subplots_adjust(wspace=0.75)  # room for the names at the ends of the lines
-    labels = []  # of each panel
-    for ax, (n, place) in zip(axes, panels, strict=True):
-        labels.append([*draw_methods(ax, rows, tuned, shares, n), *draw_references(ax, rows, n, L, max(shares))])
-        ax.set_title(f"{place}: n = {n} = {n // L} L")
-        ax.set_xlabel("fine-tuning tokens (% of pre-training tokens)")
-        ax.set_xticks([0, *shares], [f"{share:g}" for share in (0, *shares)], fontsize=8)
-    title = f"RoPE trained at {L} and fine-tuned at {4 * L} (0 %: scaling without fine-tuning)\n{describe_seeds(tuned)}"
-    return finish_panels(fig, labels, title, y=1.04)
-
-
-def draw_methods(ax: Any, rows: Rows, tuned: Rows, shares: list[float], n: int) -> list[tuple]:
-    """Perplexity at length n against the share of fine-tuning, for each method. Returns the labels of the lines."""
-    ends = []
-    for method in EXTENSIONS:
-        points = {0.0: seed_losses(rows, "rope", method).get(n, np.array([]))}
-        for share in shares:
-            names = {run_of(row) for row in tuned if (row["method"], row["percent"]) == (method, share)}
-            losses = [seed_losses(tuned, name, "none").get(n, np.array([])) for name in names]
-            points[share] = np.concatenate(losses or [np.array([])])
-        points = {share: losses for share, losses in points.items() if len(losses)}
-        if points:
-            style = method_style(method)
-            ends.append((*draw_line(ax, points, style), NAMES.get(method, method), style))
-    return ends
-
-
-def draw_references(ax: Any, rows: Rows, n: int, L: int, end: float) -> list[tuple]:
-    """Horizontal lines at length n up to x = end: the run from scratch, and past L rope's window control.
-
-    At L the window control is the model itself, which is the point at 0 %. Returns the labels of the lines.
-    """
-    ends = []
-    scratch = (f"scratch-{4 * L}", "none", f"from scratch at {4 * L}", {"color": "#8A8A8A", "linestyle": MIXED})
-    window = ("rope", "window", NAMES["window"], CONTROL)
-    for run, label, text, style in (scratch, window) if n > L else (scratch,):
-        losses = seed_losses(rows, run, label).get(n)
-        if losses is not None:
-            perplexity = float(np.exp(losses.mean()))
-            ax.axhline(perplexity, linewidth=1, **style)
-            ends.append((end, perplexity, text, style))
-    return ends
-
-
-def base(rows: Rows) -> Any:
-    """Perplexity against RoPE's base in pre-training, with a line for each of the lengths L, 2 L, 4 L and 8 L.
-
-    Only seeds that the runs with other bases have are used, also for the default base.
-    """
-    rows = seeds_of(rows, "base")
-    L = trained_ctx(rows, "rope")
-    fig, ax = plt.subplots(figsize=(8, 4.8))
-    runs = {float(row["base"]): run_of(row) for row in rows if row["part"] == "base"}
-    runs[10000.0] = "rope"
-    bases = sorted(runs)
-    ends = []
-    for k, n in enumerate((L, 2 * L, 4 * L, 8 * L)):
-        points = {b: seed_losses(rows, runs[b], "none").get(n) for b in bases}
-        points = {b: losses for b, losses in points.items() if losses is not None}
-        style = {"color": plt.get_cmap("viridis")(0.85 * k / 3), "linestyle": "-"}
-        ends.append((*draw_line(ax, points, style), f"n = {n}", style))
-    ax.set_xscale("log")
-    ax.set_xticks(bases, [f"{b:,.0f}" for b in bases], fontsize=8)
-    ax.xaxis.set_minor_locator(NullLocator())
-
-    # two published rules for the base, as vertical lines
-    bound, matched = base_bound(HEAD_DIM, L), scale_matched_base(HEAD_DIM, L)
-    text = (
-        f"{bound:,.0f}: lower bound on the base for L = {L} (Men et al.)\n"
-        f"{matched:,.0f}: slowest pair rotates as often as in Llama 2"
-    )
-    for x, style in ((bound, "-"), (matched, DOTTED)):
-        ax.axvline(x, color="#999999", linewidth=1, linestyle=style)
-    ax.annotate(text, (bound, 1), xycoords=("data", "axes fraction"), xytext=(4, -4), textcoords="offset points",
-                va="top", color="#666666", fontsize=8)  # fmt: skip
-
-    perplexity_axis(ax)
-    ax.set_ylim(top=ax.get_ylim()[1] * 1.3)  # room for the text above
-    plots.end_labels(ax, ends, space=22)
-    ax.set_xlabel("base of RoPE in pre-training")
-    seeds = describe_seeds([row for row in rows if run_of(row) in runs.values()])
-    ax.set_title(f"RoPE with different bases, trained at {L} and evaluated at n tokens\n{seeds}")
-    return fig
-
-
-def layers(rows: Rows) -> Any:
-    """Perplexity against context length of the runs of the plan `layers`, in a panel for each kind of them.
-
-    All panels have rope, its window control and alibi.
-    """
-    references: list[Line] = [
-        ("rope", "none", "rope", style_of("rope")),
-        ("alibi", "none", "alibi", style_of("alibi")),
-        ("rope", "window", "rope, window control", CONTROL),
-    ]
-    fig, axes = plt.subplots(1, len(LAYER_PANELS), figsize=(16, 5.2), sharey=True)
-    fig.subplots_adjust(wspace=0.62)  # room for the names at the ends of the lines
-    labels = []  # of each panel
-    for ax, (title, lines) in zip(axes, LAYER_PANELS.items(), strict=True):
-        curves = [
-            (run, label, name, {"color": color, "linestyle": dashes})
-            for (run, label, name, color), dashes in zip(lines, itertools.cycle(PANEL_DASHES), strict=False)
-        ]
-        labels.append(draw_over_lengths(ax, rows, [*references, *curves]))
-        ax.set_title(title)
-    L = trained_ctx(rows, "rope")
-    seeds = describe_seeds(rows)
-    seeds += ": a difference below that between two seeds of rope means little" if seeds == "one seed" else ""
-    title = f"Newer encodings, layer schedules and changes of a trained rope beside rope and alibi, L = {L}\n{seeds}"
-    return finish_panels(fig, labels, title, y=1.02)
-
-
-# name of the file -> (its function, the part of the plan that it needs)
-FIGURES = {
-    "encodings": (encodings, "encodings"),
-    "scaling": (scaling, "encodings"),
-    "finetune": (finetune, "finetune"),
-    "base": (base, "base"),
-    "layers": (layers, "layers"),
-}
+def curves_of(rows: Sequence[StudyRow]) -> list[Curve]:
+    """A curve for each run and method."""
+    found = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row.n):
+        if row.label not in ("shifted", "unshifted"):
+            found[row.run, row.label].append(row)
+    return [Curve(of_one) for of_one in found.values()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The figures of the study, from the rows of the matrix")
-    parser.add_argument("--rows", default=str(ROOT / "results/matrix.jsonl"), help="the rows that studies.matrix wrote")
-    old_rows = str(ROOT / "results/matrix-last64.jsonl")
-    parser.add_argument("--old-rows", default=old_rows, help="rows of earlier targets, for figures without new rows")
-    layer_rows = str(ROOT / "results/layers.jsonl")
-    parser.add_argument("--layer-rows", default=layer_rows, help="the rows of studies.matrix --plan layers")
-    parser.add_argument("--out", default=str(ROOT / "results"), help="the folder to write to")
+    files = [*MATRIX, ROOT / "results/layers.jsonl"]
+    parser.add_argument("--rows", nargs="+", type=Path, default=files, help="files of rows that studies.matrix wrote")
+    parser.add_argument("--out", type=Path, default=ROOT / "results", help="the folder to write to")
+    parser.add_argument("--page", type=Path, help="write the first file of rows as an HTML page, instead of figures")
     args = parser.parse_args()
-    files = [*read_both(args.rows, args.old_rows)]
-    files += [read_rows(Path(args.layer_rows))] if Path(args.layer_rows).exists() else []
-    for name, (draw, part) in FIGURES.items():
-        rows = next((rows for rows in files if any(row["part"] == part for row in rows)), None)
-        if rows is None:
+    sources = read_sources(args.rows)
+    if args.page:
+        write_page(curves_of(sources[0].rows), args.page, "The study")
+        print(f"page: {args.page}")
+        return
+    for draw, part in FIGURES.items():
+        name, rows = draw.__name__, source(sources, part)
+        if not rows.has(part):
             print(f"{name}: no rows yet")
             continue
-        path, fig = Path(args.out) / name, draw(rows)
-        if rows is files[1] and files[0]:  # else all figures are of the same targets
+        fig = draw(rows)
+        if rows.mark and rows is not sources[0]:  # else all figures are of the same targets
             fig.text(0, -0.02, "earlier targets: the last 64 tokens of each document", fontsize=9, color="#666666")
-        plots.save(fig, path, *FORMATS)
-        print(*(path.with_suffix(suffix) for suffix in FORMATS))
+        plots.save(fig, args.out / name, *FORMATS)
+        print(*(f"{args.out / name}{suffix}" for suffix in FORMATS))
 
 
 if __name__ == "__main__":
-    user_errors_in_one_line(main)()
+    user_errors(main)()

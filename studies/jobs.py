@@ -1,30 +1,77 @@
-"""One job of a study: train a run with train.py, evaluate it with eval.py, and gather its rows."""
+"""One job of a study: train a run with train.py, evaluate it with eval.py, each in a child process; gather its rows."""
+
+import math
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
 
 import torch
 
 from conf.errors import UserError
-from conf.registry import choices, yaml_values
-from engine.code_version import commit
+from conf.registry import ROOT, choices, yaml_values
 from engine.device import autocast
+from engine.files import commit
 from engine.run import Run
-from measure.comparison import select_shared
-from measure.curves import controls, read_curve
-from measure.statistics import gain
+from measure.curves import Row, read_curve, select_shared
+from measure.intervals import bootstrap
 from measure.tasks.matched import NEAR, Matched
 from model.scaling import resolve
 from studies.plan import MAIN_METHODS, Job, Size
-from studies.processes import run_script
-from studies.rows import Rows
+from studies.rows import StudyRow
+
+# ---- child processes ----
 
 
-def run_job(job: Job, size: Size, runs: str, cache: str, deadline: float) -> Rows:
+class Stopped(Exception):
+    """The deadline has passed, or the user pressed Ctrl-C."""
+
+
+children: set[subprocess.Popen] = set()  # those of `run_script` that run now, in any thread
+stopping = threading.Event()  # set when no further ones may be started
+
+
+def run_script(argv: list[str], deadline: float) -> None:
+    """Run a script of this repository in a child process until it ends.
+
+    argv: the script and its arguments. deadline: in seconds of time.monotonic(); when it passes, the child gets
+    SIGTERM, saves, and Stopped is raised. UserError if the child fails.
+    """
+    if stopping.is_set():
+        raise Stopped
+    child = subprocess.Popen([sys.executable, str(ROOT / argv[0]), *argv[1:]])
+    children.add(child)
+    timeout = max(0.1, deadline - time.monotonic()) if deadline < math.inf else None
+    try:
+        code = child.wait(timeout)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # Ctrl-C, or SIGTERM: see studies/matrix.py
+        child.send_signal(signal.SIGTERM)
+        child.wait()
+        raise Stopped from None
+    finally:
+        children.discard(child)
+    if code in (130, 143, -signal.SIGINT, -signal.SIGTERM):  # it was stopped by a signal, perhaps as it started
+        raise Stopped
+    if code:
+        command = " ".join(["python", *argv])
+        raise UserError(f"`{command}` failed with exit code {code}; run the same command again to resume from there")
+
+
+# ---- a job ----
+
+
+def run_job(job: Job, size: Size, runs: str, cache: str, deadline: float) -> list[StudyRow]:
     """Train and evaluate; returns the job's rows. deadline: of time.monotonic(); past it, Stopped is raised."""
     folders = (f"runs={runs}", f"cache={cache}")
     run_script(["train.py", *job.train, f"name={job.name}", *folders], deadline)
     run = Run.open(job.name, runs=runs, cache=cache)
 
+    targets = [f"documents={size.documents}", f"task.scored_tokens={size.scored_tokens}"]
+    targets += [f"task.windows={size.windows}", f"task.far_windows={size.far_windows}"]
+    evaluate = ["eval.py", "-m", f"run={job.name}", *folders, *targets]
     methods = applicable_scalings(run, max(job.lengths)) if job.scalings != "controls" else []
-    evaluate = ["eval.py", "-m", f"run={job.name}", *folders, *target_settings(size)]
     # Lengths between L and 2 L are for the main methods only
     doubling = [n for n in job.lengths if n <= NEAR and (n % size.L == 0 or n < size.L)]
     near, every = (f"ctx=[{','.join(map(str, lengths))}]" for lengths in (doubling, job.lengths))
@@ -33,23 +80,11 @@ def run_job(job: Job, size: Size, runs: str, cache: str, deadline: float) -> Row
     others = [name for name in methods if name not in main_methods]
     if others and job.scalings == "all":
         run_script([*evaluate, near, f"scaling={','.join(others)}"], deadline)
-    if job.part == "encodings" and job.name.startswith("rope-s"):
         # One factor at all lengths, as in a deployed model, to measure the increase of the loss within L; and methods
         # that are combined with log-n
         run_script([*evaluate, near, "scaling=pi,ntk,yarn", "++scaling.factor=fixed"], deadline)
         run_script([*evaluate, near, "scaling=ntk,yarn,rerope,rerope_leaky", "plus=logn"], deadline)
-
-    command = f"python train.py {' '.join(job.train)} name={job.name}"
-    rows = gather(job, run, command)
-    if job.part == "encodings":
-        rows += shifted(job, run, size, command)
-    return rows
-
-
-def target_settings(size: Size) -> list[str]:
-    """The overrides of eval.py that choose the targets."""
-    windows = [f"task.windows={size.windows}", f"task.far_windows={size.far_windows}"]
-    return [f"documents={size.documents}", f"task.scored_tokens={size.scored_tokens}", *windows]
+    return gather(job, run, size)
 
 
 def applicable_scalings(run: Run, longest: int) -> list[str]:
@@ -58,88 +93,51 @@ def applicable_scalings(run: Run, longest: int) -> list[str]:
     Without the controls none and window, which eval.py measures in every evaluation.
     """
     names = []
-    for name in choices("scaling"):
+    for name in sorted({*choices("scaling")} - {"none", "window"}):
         try:
             resolve(yaml_values("scaling", name), run.context, longest, longest)
         except UserError:  # not applicable to this encoding, or its yaml lacks values that only a search can find
             continue
-        if name not in ("none", "window"):
-            names.append(name)
+        names.append(name)
     return names
 
 
-# ---- rows ----
-
-# Columns that are copied from the rows of eval.py
-CURVE_COLUMNS = ("seed", "label", "n", "factor", "train_ctx", "extended_ctx", "loss", "low", "high", "bits_per_byte",
-                 "tokens", "bytes", "texts", "targets", "dtype", "device", "documents", "windows", "nll")  # fmt: skip
-
-
-def gather(job: Job, run: Run, command: str) -> Rows:
-    """The rows of a run: one for each of its newest curves and each length.
-
-    Each has the columns of eval.py in CURVE_COLUMNS, the gain over the run's better control at the same length (nats
-    per token, with its 95 % interval), and the origin: commit, command and number of threads.
-    """
+def gather(job: Job, run: Run, size: Size) -> list[StudyRow]:
+    """The rows of a run: one for each of its newest curves and each length, and those of the shifted text."""
     curves = [read_curve(file) for file in sorted((run.folder / "eval").glob("*.jsonl"))]
     newest = max(curves, key=lambda curve: curve.written)
-    selected = select_shared(curves, newest.first.texts)
-    bars = controls(selected)[run.name]
-    origin = {"threads": torch.get_num_threads(), "commit": commit(), "command": command}
-    rows = []
-    for row in (row for curve in selected for row in curve.rows):
-        if job.methods is not None and not (row.n in job.lengths and row.label in ("none", "window", *job.methods)):
-            continue  # of the matrix, which has the same run with more methods and lengths
-        mean, low, high = gain(row, bars[row.n])
-        rows.append(
-            {
-                "part": job.part,
-                "name": job.name,
-                "base": run.cfg.pos.get("base"),
-                **job.columns,
-                "pos": run.cfg.pos["kind"],
-                **{column: getattr(row, column) for column in CURVE_COLUMNS},
-                "gain": mean,
-                "gain_low": low,
-                "gain_high": high,
-                "in_window": run.validation["bits_per_byte"],
-                "steps": run.cfg.steps,
-                **origin,
-            }
-        )
-    return rows
+    rows = [row for curve in select_shared(curves, newest.first.texts) for row in curve.rows]
+    if job.methods is not None:  # the matrix has the same run with more methods and lengths
+        labels = ("none", "window", *job.methods)
+        rows = [row for row in rows if row.n in job.lengths and row.label in labels]
+    if job.part == "encodings":
+        (unscaled,) = (row for row in rows if (row.label, row.n) == ("none", size.L // 2))
+        task = Matched(run.corpus, max(job.lengths), size.documents, size.scored_tokens, size.windows, size.far_windows)
+        rows += shifted(unscaled, run, task)
+    about = {"base": run.cfg.pos.get("base"), "in_window": run.validation["bits_per_byte"], "steps": run.cfg.steps}
+    origin = {"threads": torch.get_num_threads(), "commit": commit()}
+    origin["command"] = f"python train.py {' '.join(job.train)} name={job.name}"
+    return [StudyRow(**asdict(row), part=job.part, **about, **origin, **job.columns) for row in rows]
 
 
 @torch.inference_mode()
-def shifted(job: Job, run: Run, size: Size, command: str) -> Rows:
+def shifted(unscaled: Row, run: Run, task: Matched) -> list[Row]:
     """Two rows, `unshifted` and `shifted`: the same text of L/2 tokens at positions 0 .. L/2 - 1 and L/2 .. L - 1.
 
     All of these positions were trained. An encoding that depends only on distances has the same loss in both rows.
+    unscaled: the run's row at L/2, on the same targets.
     """
-    n = size.L // 2
-    task = Matched(run.corpus, max(job.lengths), size.documents, size.scored_tokens, size.windows, size.far_windows)
+    n = unscaled.n
     (piece,) = task.pieces(n)
     rows = []
     for label, start in (("unshifted", 0), ("shifted", n)):
         with autocast(torch.device("cpu"), run.cfg.dtype):
             passes = zip(piece.tokens.split(32), piece.targets.split(32), strict=True)
             losses = torch.cat([run.model.losses(*part, torch.arange(n) + start).double() for part in passes])
-        rows.append(
-            {
-                "part": job.part,
-                "name": job.name,
-                "pos": run.cfg.pos["kind"],
-                "seed": run.cfg.seed,
-                "label": label,
-                "n": n,
-                "train_ctx": size.L,
-                "loss": losses.mean().item(),
-                "tokens": losses.numel(),
-                "documents": len(task.names),
-                "windows": task.windows(n),
-                "nll": losses.sum(dim=1).numpy().round(4).tolist(),
-                "commit": commit(),
-                "command": command,
-            }
-        )
+        loss = losses.mean().item()
+        low, high = bootstrap(losses.view(unscaled.documents, -1).mean(dim=1).numpy())
+        values = {"loss": loss, "low": low, "high": high, "ppl": math.exp(min(loss, 700))}
+        values |= {"bits_per_byte": unscaled.bits_per_byte * loss / unscaled.loss}
+        nll = losses.sum(dim=1).numpy().round(4).tolist()
+        rows.append(replace(unscaled, label=label, nll=nll, **values))
     return rows

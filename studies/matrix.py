@@ -6,24 +6,23 @@ and unfinished ones are resumed. `quick` is the same study at a toy size, `h200`
 takes seconds a job, to try the command. `--plan layers` runs the second plan, whose rows are results/layers.jsonl.
 """
 
-if __name__ == "__main__":
-    import conf.interrupt  # noqa: F401 (first: Ctrl-C while torch is imported)
-
 import argparse
-import json
+import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from conf.errors import check, user_errors_in_one_line
-from conf.leftovers import check_writable
+import torch
+
+from conf.errors import check, user_errors
 from conf.registry import choices
-from engine.checkpoint import write_atomically
-from studies.jobs import run_job
-from studies.plan import PLANS, load_size, minutes, parse_seeds, select_jobs
-from studies.processes import Stopped, finished_jobs, share_cores
-from studies.rows import read_rows
+from measure.curves import write_jsonl
+from studies.jobs import Stopped, children, run_job, stopping
+from studies.plan import PLANS, Job, load_size, minutes, select_jobs
+from studies.rows import StudyRow, read_rows
 
 
 def main() -> None:
@@ -32,17 +31,15 @@ def main() -> None:
     size = load_size(args.size)
     runs = args.runs or f"runs/matrix-{args.size}"
     out = Path(args.out or f"results/{args.plan}{'' if args.size == 'default' else '-' + args.size}.jsonl")
-    seeds = parse_seeds(args.seeds) if args.seeds else (0,) if args.plan == "layers" else size.seeds
+    seeds = args.seeds or ((0,) if args.plan == "layers" else size.seeds)
     jobs = select_jobs(PLANS[args.plan](size, seeds), args.only)
-    rows = read_rows(out) if out.exists() else []
-    finished = {row["name"] for row in rows}
+    rows = [*read_rows(out).rows] if out.exists() else []
+    finished = {row.run for row in rows}
     todo = [job for job in jobs if job.name not in finished]
     left = sum(minutes(job, size) for job in todo)
-    print(
-        f"{len(jobs)} jobs, {len(todo)} to do: about {left / 60:.1f} h at {size.train_rate:,.0f} tokens/s of training"
-    )
+    rate = f"{size.train_rate:,.0f} tokens/s of training"
+    print(f"{len(jobs)} jobs, {len(todo)} to do: about {left / 60:.1f} h at {rate}")
 
-    check_writable("--out", out)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the child saves before this process ends
     check(args.jobs >= 1, "jobs", args.jobs, "at least 1")
     share_cores(args.jobs)
@@ -50,8 +47,7 @@ def main() -> None:
     try:
         for job, new_rows in finished_jobs(todo, lambda job: run_job(job, size, runs, args.cache, deadline), args.jobs):
             rows += new_rows
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            write_atomically(out, lambda f, text=text: f.write(text.encode()))
+            write_jsonl(out, rows)
             done, left = done + 1, left - minutes(job, size)
             print(f"\n=== {job.name} is done: {done} of {len(todo)}; about {left / 60 / args.jobs:.1f} h left ===")
     except (Stopped, KeyboardInterrupt):
@@ -60,15 +56,61 @@ def main() -> None:
     print(f"\nrows: {out}   next: python -m {reports}, studies.figures")
 
 
+def share_cores(jobs: int) -> None:
+    """Give each of several jobs at a time its part of the threads, unless OMP_NUM_THREADS says how many."""
+    if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, torch.get_num_threads() // jobs)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of the child processes
+        torch.set_num_threads(threads)  # which the rows name
+
+
+def finished_jobs(
+    todo: Sequence[Job], run: Callable[[Job], list[StudyRow]], jobs: int
+) -> Iterator[tuple[Job, list[StudyRow]]]:
+    """Run every job, `jobs` of them at a time, and yield each with its rows when it is finished.
+
+    A job that starts from the run of another one (init=NAME) waits for it. The first exception of a job is raised after
+    the jobs that have begun have ended; no other is begun.
+    """
+    futures: dict[str, Future[list[StudyRow]]] = {}
+    stopping.clear()
+
+    def after_its_parent(job: Job) -> list[StudyRow]:
+        parent = next((x.removeprefix("init=") for x in job.train if x.startswith("init=")), None)
+        if parent in futures:  # which comes first in the queue, so it has begun
+            futures[parent].result()
+        print(f"\n=== {job.name} ===", flush=True)
+        return run(job)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for job in todo:
+                futures[job.name] = pool.submit(after_its_parent, job)
+            by_future = {futures[job.name]: job for job in todo}
+            for future in as_completed(by_future):
+                yield by_future[future], future.result()
+        except KeyboardInterrupt:  # only the main thread gets it, and the jobs run in others
+            stopping.set()
+            for child in tuple(children):
+                child.send_signal(signal.SIGTERM)
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """0,1,2 -> (0, 1, 2)"""
+    return tuple(map(int, text.split(",")))
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("size", nargs="?", default="default", help=", ".join(choices("study")))
     parser.add_argument("--plan", choices=PLANS, default="matrix", help="which jobs; layers: see docs/layers.md")
-    parser.add_argument("--seeds", help="such as 0 or 0,1,2; without it, those of the size, and 0 for layers")
-    parser.add_argument(
-        "--only",
-        help="names of jobs (rope-s0,base100-s0) or parts (encodings, base, finetune; references, layers, further)",
-    )
+    seeds = "such as 0 or 0,1,2; without it, those of the size, and 0 for layers"
+    parser.add_argument("--seeds", type=whole_numbers, help=seeds)
+    only = "names of jobs (rope-s0,base100-s0) or parts (encodings, base, finetune; references, layers, further)"
+    parser.add_argument("--only", help=only)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="save and stop after this time")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time, on a GPU or a machine with many cores")
     parser.add_argument("--runs", help="the folder of runs; without it, runs/matrix-SIZE")
@@ -78,4 +120,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    user_errors_in_one_line(main)()
+    user_errors(main)()

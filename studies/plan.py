@@ -1,10 +1,11 @@
-"""The two plans of the study and its sizes: the training and evaluation of each run (a job)."""
+"""The two plans of the study and its sizes: which runs are trained and how each is evaluated (a job)."""
 
 import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from conf.compose import train_settings
+from conf.cli import train_settings
 from conf.errors import check
 from conf.registry import build_from_knobs, choices, yaml_values
 from conf.schema import TrainConfig
@@ -28,7 +29,7 @@ class Size:
     """The study at one size of model and corpus, from conf/study/NAME.yaml."""
 
     lengths: tuple[int, ...]  # evaluated, tokens; past NEAR only with MAIN_METHODS
-    train: tuple[str, ...] = ()  # overrides of train.py: conf/exp/NAME.yaml has the settings of the training
+    train: tuple[str, ...] = ()  # overrides of train.py: conf/train/exp/NAME.yaml has the settings of the training
     documents: int = 32  # evaluated
     scored_tokens: int = 64  # at the end of each window
     windows: int = 8  # of each document
@@ -49,6 +50,11 @@ class Size:
     def L(self) -> int:
         """The trained context, tokens."""
         return self.training.ctx
+
+    @property
+    def doublings(self) -> tuple[int, ...]:
+        """The lengths without those between L and 2 L."""
+        return tuple(n for n in self.lengths if n % self.L == 0 or n < self.L)
 
 
 def load_size(name: str) -> Size:
@@ -102,6 +108,12 @@ def encoding_jobs(size: Size, seed: int, first: bool) -> list[Job]:
     return jobs
 
 
+def from_rope(size: Size, seed: int, *settings: str) -> tuple[str, ...]:
+    """Overrides of a short training that starts from rope with the same seed; the other settings are those of rope."""
+    exp = (x for x in size.train if x.startswith("exp="))
+    return *exp, f"init=rope-s{seed}", *settings, f"seed={seed}", "val_windows=64", "optim=finetune"
+
+
 def finetune_jobs(size: Size, seed: int) -> list[Job]:
     """Fine-tuning of rope to a context of 4 L with each method of EXTENSIONS, for several numbers of steps.
 
@@ -110,35 +122,26 @@ def finetune_jobs(size: Size, seed: int) -> list[Job]:
     """
     target = 4 * size.L
     lengths = tuple(size.L * k for k in (1, 2, 4, 5, 8))  # 4 L is the target, and 5 and 8 L are past it
-    exp = tuple(x for x in size.train if x.startswith("exp="))  # the other settings come from the run it starts from
-    optim = ("optim=finetune", "optim.lr=5e-4", "optim.warmup=5")
     jobs = []
-    for steps in size.finetune:
-        for method in EXTENSIONS:
-            settings = (f"ctx={target}", f"scaling={method}", f"steps={steps}", f"seed={seed}", "val_windows=64")
-            train = (*exp, f"init=rope-s{seed}", *settings, *optim)
-            columns = {
-                "method": method,
-                "finetune_steps": steps,
-                "percent": round(100 * steps / size.training.steps, 2),
-            }
-            name = f"{method}-{steps}-s{seed}"
-            jobs.append(Job("finetune", name, seed, train, steps, lengths, columns=columns))
+    for steps, method in itertools.product(size.finetune, EXTENSIONS):
+        settings = from_rope(size, seed, f"ctx={target}", f"scaling={method}", f"steps={steps}")
+        train = (*settings, "optim.lr=5e-4", "optim.warmup=5")
+        percent = round(100 * steps / size.training.steps, 2)
+        columns = {"method": method, "finetune_steps": steps, "percent": percent}
+        jobs.append(Job("finetune", f"{method}-{steps}-s{seed}", seed, train, steps, lengths, columns=columns))
     # From scratch with as many steps as pre-training and the longest fine-tuning have together
     steps = size.training.steps + max(size.finetune)
     train = ("pos=rope", *size.train, f"seed={seed}", f"ctx={target}", f"steps={steps}")
-    columns = {"method": "from scratch", "finetune_steps": 0, "percent": 0}
-    jobs.append(Job("finetune", f"scratch-{target}-s{seed}", seed, train, steps, lengths, columns=columns))
-    return jobs
+    columns = {"method": "from scratch"}
+    return [*jobs, Job("finetune", f"scratch-{target}-s{seed}", seed, train, steps, lengths, columns=columns)]
 
 
 def base_jobs(size: Size, seed: int) -> list[Job]:
-    """Runs of rope that are pre-trained with each base of BASES; their rows have it in the column `base`."""
+    """Runs of rope that are pre-trained with each base of BASES."""
     jobs = []
     for base in BASES:
         train = ("pos=rope", f"pos.base={base}", *size.train, f"seed={seed}")
-        name = f"base{base}-s{seed}"
-        jobs.append(Job("base", name, seed, train, size.training.steps, size.lengths, columns={"base": base}))
+        jobs.append(Job("base", f"base{base}-s{seed}", seed, train, size.training.steps, size.lengths))
     return jobs
 
 
@@ -148,51 +151,47 @@ def base_jobs(size: Size, seed: int) -> list[Job]:
 def layer_jobs(size: Size, seeds: tuple[int, ...]) -> list[Job]:
     """The plan `layers`: newer encodings, layer schedules, and another encoding for a trained rope.
 
-    Its parts are `references`, to compare with; `layers`, the ten runs of newer encodings,
-    schedules and changes; and `further`, which
-    only some claims of studies/layers.py need. The references are the same runs as in the matrix.
+    Its parts are `references`, to compare with (the same runs as in the matrix); `layers`, the ten runs of newer
+    encodings, schedules and changes; and `further`, which only some claims of studies/layers.py need.
     """
-    lengths = tuple(n for n in size.lengths if n % size.L == 0 or n < size.L)
-
-    def trained(part: str, name: str, methods: tuple[str, ...], seed: int) -> Job:
-        """A training from scratch. name: of an encoding or of a layer schedule."""
-        setting = f"pos={name}" if name in choices("pos") else f"layers={name}"
-        train = (setting, *size.train, f"seed={seed}")
-        return Job(part, f"{name}-s{seed}", seed, train, size.training.steps, lengths, methods=methods)
-
-    def changed(part: str, name: str, change: tuple[str, ...], methods: tuple[str, ...], seed: int) -> Job:
-        """A short training that starts from rope with another encoding."""
-        exp = tuple(x for x in size.train if x.startswith("exp="))
-        steps = max(size.finetune)
-        settings = (f"steps={steps}", f"seed={seed}", "val_windows=64", "optim=finetune")
-        train = (*exp, f"init=rope-s{seed}", *change, *settings)
-        return Job(part, f"{name}-s{seed}", seed, train, steps, lengths, methods=methods)
-
+    abf = (f"pos.base={LARGER_BASE}", f"ctx={4 * size.L}")  # Xiong et al. train at a longer context, too
     jobs = []
     for seed in seeds:
-        jobs += [trained("references", name, methods, seed) for name, methods in REFERENCES.items()]
-        jobs += [trained("layers", name, methods, seed) for name, methods in (SCHEDULES | NEWER_ENCODINGS).items()]
-        jobs.append(changed("layers", "drope", ("pos=none",), ("logn",), seed))
-        abf = (f"pos.base={LARGER_BASE}", f"ctx={4 * size.L}")  # Xiong et al. train at a longer context, too
-        jobs.append(changed("layers", "abf", abf, (), seed))
-
-        jobs.append(trained("further", "window_only", (), seed))
-        jobs += [trained("further", name, (), seed) for name in FURTHER_ENCODINGS]
-        jobs.append(changed("further", "rope_to_swan", ("layers=swan",), ("logn",), seed))
-        jobs.append(scaled_everywhere(size, "gemma3", lengths, seed))
+        jobs += [scratch_job(size, seed, "references", *run) for run in REFERENCES.items()]
+        jobs += [scratch_job(size, seed, "layers", *run) for run in (SCHEDULES | NEWER_ENCODINGS).items()]
+        jobs.append(changed_job(size, seed, "layers", "drope", ("pos=none",), ("logn",)))
+        jobs.append(changed_job(size, seed, "layers", "abf", abf, ()))
+        further = ("window_only", *FURTHER_ENCODINGS)
+        jobs += [scratch_job(size, seed, "further", name, ()) for name in further]
+        jobs.append(changed_job(size, seed, "further", "rope_to_swan", ("layers=swan",), ("logn",)))
+        jobs.append(scaled_everywhere(size, seed, "gemma3"))
     return jobs
 
 
-def scaled_everywhere(size: Size, schedule: str, lengths: tuple[int, ...], seed: int) -> Job:
+def scratch_job(size: Size, seed: int, part: str, name: str, methods: tuple[str, ...]) -> Job:
+    """A training from scratch. name: of an encoding or of a layer schedule."""
+    setting = f"pos={name}" if name in choices("pos") else f"layers={name}"
+    train = (setting, *size.train, f"seed={seed}")
+    return Job(part, f"{name}-s{seed}", seed, train, size.training.steps, size.doublings, methods=methods)
+
+
+def changed_job(size: Size, seed: int, part: str, name: str, change: tuple[str, ...], methods: tuple[str, ...]) -> Job:
+    """A short training that starts from rope with another encoding."""
+    steps = max(size.finetune)
+    train = from_rope(size, seed, *change, f"steps={steps}")
+    return Job(part, f"{name}-s{seed}", seed, train, steps, size.doublings, methods=methods)
+
+
+def scaled_everywhere(size: Size, seed: int, schedule: str) -> Job:
     """A copy of the trained run of a schedule in which scaling methods apply to all layers.
 
     It is made by one training step with a learning rate near 0, which leaves the weights as they are and saves the
     changed setting.
     """
-    exp = tuple(x for x in size.train if x.startswith("exp="))
+    exp = (x for x in size.train if x.startswith("exp="))
     settings = (f"layers={schedule}", "layers.L.scaled=true", "steps=1", "optim.lr=1e-30", f"seed={seed}")
     train = (*exp, f"init={schedule}-s{seed}", *settings)
-    return Job("further", f"{schedule}_all_scaled-s{seed}", seed, train, 1, lengths, methods=("yarn",))
+    return Job("further", f"{schedule}_all_scaled-s{seed}", seed, train, 1, size.doublings, methods=("yarn",))
 
 
 PLANS = {"matrix": planned_jobs, "layers": layer_jobs}
@@ -204,27 +203,16 @@ def minutes(job: Job, size: Size) -> float:
     curves = {"all": 20, "main": 2 + len(MAIN_METHODS), "controls": 2}[job.scalings] + len(job.methods or ())
     far = min(curves, 2 + len(MAIN_METHODS)) * size.far_windows * sum(n for n in job.lengths if n > NEAR)
     near = curves * size.windows * sum(n for n in job.lengths if n <= NEAR)
-    eval_tokens = size.documents * (near + far)
-    seconds = (
-        job.steps * size.training.batch_tokens / size.train_rate + eval_tokens / size.eval_rate + size.start_seconds
-    )
-    return seconds / 60
-
-
-def parse_seeds(text: str) -> tuple[int, ...]:
-    """The seeds in a list with commas, 0,1,2 -> (0, 1, 2). UserError for anything else."""
-    names = text.split(",")
-    check(all(name.isdecimal() for name in names), "--seeds", text, "whole numbers, such as 0 or 0,1,2")
-    return tuple(map(int, names))
+    eval_seconds = size.documents * (near + far) / size.eval_rate
+    return (job.steps * size.training.batch_tokens / size.train_rate + eval_seconds + size.start_seconds) / 60
 
 
 def select_jobs(jobs: list[Job], only: str | None) -> list[Job]:
     """The jobs whose part or name is in `only`, a list with commas; all of them for None."""
     if not only:
         return jobs
-    wanted = only.split(",")
-    known = {name for job in jobs for name in (job.part, job.name)}
+    wanted, parts = only.split(","), dict.fromkeys(job.part for job in jobs)
     for name in wanted:
-        parts = ", ".join(dict.fromkeys(job.part for job in jobs))
-        check(name in known, "--only", name, f"{parts} or a job such as {jobs[0].name}")
+        known = name in parts or any(name == job.name for job in jobs)
+        check(known, "--only", name, f"{', '.join(parts)} or a job such as {jobs[0].name}")
     return [job for job in jobs if job.part in wanted or job.name in wanted]

@@ -17,22 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from conf.errors import UserError, user_errors_in_one_line
+from conf.errors import UserError, user_errors
 from conf.registry import ROOT
-from engine.checkpoint import write_atomically
-from engine.code_version import commit
-from hf.open import open_checkpoint
-from hf.read import read_settings
-from measure.curves import Curve, Row, better_control, per_document_difference, read_curve, write_jsonl
-from measure.mixed_effects import Estimate, estimate
-from studies.processes import Stopped, run_script
-from studies.rows import BAR, Rows, losses, minus, per_document, read_rows, trained_ctx
-from studies.tables import header, line
+from engine.files import commit, write_atomically
+from hf.open import open_checkpoint, read_settings
+from measure import plots
+from measure.curves import read_curve, write_jsonl
+from measure.intervals import Estimate, estimate, interval_text
+from studies.jobs import Stopped, run_script
+from studies.rows import MATRIX, Rows, StudyRow, header, line, read_rows
 
 CORPORA = {"sympy": "code", "books": "books"}
 SWEEPS = (("scaling=pi,ntk,yarn,llama3",), ("scaling=rerope", "plus=logn"))  # none and window come with every method
 METHODS = ("none", "pi", "ntk", "yarn", "llama3", "rerope + logn")
 FACTORS = (1.0, 1.5, 2.0)  # lengths, as multiples of L
+Gains = dict[tuple[str, float], np.ndarray]  # (method, n / L) -> its gain, nats per token [seeds, documents]
 TINY = "rope"  # the run of results/matrix.jsonl that is set beside it
 
 HEAD = """# A real model beside the small one
@@ -56,10 +55,9 @@ def measure(args: argparse.Namespace) -> None:
     lengths = [round(f * trained_context(args.run)) for f in FACTORS]
     for corpus, sweep in itertools.product(CORPORA, SWEEPS):
         print(f"\n=== {corpus}: {' '.join(sweep)} ===", flush=True)
-        command = ["eval.py", "-m", f"run={args.run}", f"runs={folder(args, corpus)}", f"data={corpus}",
-                   f"ctx=[{','.join(map(str, lengths))}]", f"documents={args.documents}",
-                   f"task.scored_tokens={args.scored_tokens}", "task.far_windows=1", "by_antecedent=true",
-                   *sweep]  # fmt: skip
+        where = [f"run={args.run}", f"runs={folder(args, corpus)}", f"data={corpus}", "by_antecedent=true"]
+        targets = [f"documents={args.documents}", f"task.scored_tokens={args.scored_tokens}", "task.far_windows=1"]
+        command = ["eval.py", "-m", *where, f"ctx=[{','.join(map(str, lengths))}]", *targets, *sweep]
         run_script([*command, *args.overrides], deadline)
 
 
@@ -75,13 +73,13 @@ def folder(args: argparse.Namespace, corpus: str) -> Path:
     return Path(args.runs) / re.sub(r"[^A-Za-z0-9.]+", "-", settings) / corpus
 
 
-def read_curves(args: argparse.Namespace, corpus: str) -> dict[str, Curve]:
-    """label -> its curve. UserError if there is none."""
+def read_evaluation(args: argparse.Namespace, corpus: str) -> Rows:
+    """The rows of all curves on this corpus. UserError if there is none."""
     files = sorted(folder(args, corpus).glob("*/eval/*.jsonl"))
     if not files:
         raise UserError(f"{folder(args, corpus)}: no curves: python -m studies.real measures them")
-    curves = [read_curve(file) for file in files]
-    return {curve.label: curve for curve in curves}
+    origin = {"part": corpus, "commit": commit(), "command": f"python -m studies.real --documents {args.documents}"}
+    return Rows([StudyRow(**asdict(row), **origin) for file in files for row in read_curve(file).rows])
 
 
 def antecedents(args: argparse.Namespace, corpus: str) -> dict[str, list[dict[str, Any]]]:
@@ -94,36 +92,18 @@ def antecedents(args: argparse.Namespace, corpus: str) -> dict[str, list[dict[st
 # ---- gains ----
 
 
-def document_gain(row: Row, bar: Row) -> np.ndarray:
-    """The bar's loss minus the row's of each document, nats per token [1, documents]."""
-    return per_document_difference(bar, row)[None]
-
-
-def real_gains(curves: dict[str, Curve]) -> dict[tuple[str, float], np.ndarray]:
-    """(method, n / L) -> its gain in each document, nats per token [1, documents]."""
-    none, L = curves["none"].by_length(), curves["none"].first.train_ctx
-    bars = {row.n: better_control(row, none) for row in curves["window"].rows}
-    return {(m, row.n / L): document_gain(row, bars[row.n]) for m in METHODS if m in curves for row in curves[m].rows}
-
-
-def tiny_gains(rows: Rows) -> dict[tuple[str, float], np.ndarray]:
-    """(method, n / L) -> the gain of the small model in each document, nats per token [seeds, documents]."""
-    L, gains = trained_ctx(rows, TINY), {}
-    for method, factor in itertools.product(METHODS, FACTORS):
-        n = round(factor * L)
-        control = losses(rows, TINY, BAR if n > L else "window", n)
-        difference = minus(control, losses(rows, TINY, method, n))
-        if difference:
-            gains[method, factor] = per_document(difference)
-    return gains
+def gains_of(rows: Rows, run: str) -> Gains:
+    """The gain of each method over the better control at the lengths of FACTORS."""
+    lengths = {factor: round(factor * rows.trained_ctx) for factor in FACTORS}
+    found = {(m, factor): rows.gain(run, m, n) for m in METHODS for factor, n in lengths.items()}
+    return {condition: gains for condition, gains in found.items() if len(gains)}
 
 
 def show(result: Estimate) -> str:
-    low, high = result.interval
-    return f"{result.mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return interval_text(result.mean, *result.interval)
 
 
-def order(gains: dict[tuple[str, float], np.ndarray], a: str, b: str, factor: float) -> tuple[str, str]:
+def order(gains: Gains, a: str, b: str, factor: float) -> tuple[str, str]:
     """(a, b or ?: the method with the larger gain if the interval excludes 0; the difference). Empty if unknown."""
     if (a, factor) not in gains or (b, factor) not in gains:
         return "", ""
@@ -132,7 +112,7 @@ def order(gains: dict[tuple[str, float], np.ndarray], a: str, b: str, factor: fl
     return ("a" if low > 0 else "b" if high < 0 else "?"), show(result)
 
 
-def compare_orders(real: dict[str, dict], tiny: dict[tuple[str, float], np.ndarray]) -> list[str]:
+def compare_orders(real: dict[str, Gains], tiny: Gains) -> list[str]:
     """A table of all pairs of methods: their difference in the real model on each corpus and in the small one."""
     lines = header(["n / L", "a - b", *(f"real, {text}" for text in CORPORA.values()), "small, code", "order"])
     for factor in FACTORS[1:]:
@@ -156,92 +136,77 @@ def verdict_of(real: list[str], tiny: str) -> str:
     return "the same" if decided == {tiny} else "reversed"
 
 
-# ---- tables, rows and figure ----
+# ---- tables and figure ----
 
 
-def tables(args: argparse.Namespace, curves: dict[str, dict[str, Curve]], tiny: Rows) -> str:
-    """The content of results/real.md."""
-    real = {corpus: real_gains(of_corpus) for corpus, of_corpus in curves.items()}
-    first = next(iter(curves.values()))["none"].first
-    counts = {corpus: of_corpus["none"].first.documents for corpus, of_corpus in curves.items()}
+def tables(args: argparse.Namespace, real: dict[str, Rows], tiny: Gains) -> str:
+    """The content of results/real.md. real: corpus -> its rows."""
+    first = next(iter(real.values())).rows[0]
+    counts = {corpus: rows.rows[0].documents for corpus, rows in real.items()}
     documents = " and ".join(f"{count} of {CORPORA[corpus]}" for corpus, count in counts.items())
     notes = "; ".join(open_checkpoint(args.run).notes)
-    lines = [HEAD.format(name=first.run, notes=notes, L=first.train_ctx, tokens=args.scored_tokens,
-                         documents=documents)]  # fmt: skip
+    about = {"name": first.run, "notes": notes, "L": first.train_ctx, "documents": documents}
+    lines = [HEAD.format(tokens=args.scored_tokens, **about)]
     for corpus, text in CORPORA.items():
-        none = curves[corpus]["none"].by_length()
-        lines += ["", f"## Perplexity and gain, {text}", ""]
-        lines += header(["", *(f"n = {n}: perplexity" for n in none), *(f"{f:g} L: gain" for f in FACTORS[1:])])
-        for method in (*METHODS, "window"):
-            rows = curves[corpus][method].by_length()
-            gains = [show(estimate(real[corpus][method, f])) if method != "window" else "" for f in FACTORS[1:]]
-            lines.append(line([method, *(f"{rows[n].ppl:.2f}" for n in none), *gains]))
-        by_distance = antecedents(args, corpus)
-        ns = [round(f * first.train_ctx) for f in FACTORS[1:]]
+        lines += ["", f"## Perplexity and gain, {text}", "", *gain_table(real[corpus])]
         lines += ["", f"## Gain by the distance to the antecedent, {text}", ""]
         lines.append("The antecedent of a target is the latest earlier occurrence of its last five tokens.\n")
-        names = [row["group"] for row in next(iter(by_distance.values())) if row["n"] == ns[0]]
-        lines += header(["n", "method", *names])
-        for n, method in itertools.product(ns, METHODS[1:]):
-            rows = {row["group"]: row for row in by_distance.get(method, []) if row["n"] == n}
-            cells = [f"{rows[g]['gain']:+.3f} [{rows[g]['low']:+.3f}, {rows[g]['high']:+.3f}]"
-                     if g in rows and rows[g]["gain"] is not None else "" for g in names]  # fmt: skip
-            lines.append(line([str(n), method, *cells]))
-        shares = {row["group"]: row["share"] for row in next(iter(by_distance.values()))}
-        lines.append(line(["", "share of targets", *(f"{100 * shares[g]:.1f} %" for g in names)]))
-    small = tiny_gains(tiny) if tiny else {}
+        lines += antecedent_table(antecedents(args, corpus), first.train_ctx)
     lines += ["", "## Orders of methods: real against small", ""]
-    lines.append(f"Gain of a minus gain of b, nats per token. small: `{TINY}` of matrix.jsonl, at the same n / L. The "
-                 "order is decided where the interval excludes 0.\n")  # fmt: skip
-    lines += compare_orders(real, small)
+    small = f"small: `{TINY}` of matrix.jsonl, at the same n / L"
+    decided = "The order is decided where the interval excludes 0."
+    lines.append(f"Gain of a minus gain of b, nats per token. {small}. {decided}\n")
+    lines += compare_orders({corpus: gains_of(rows, rows.rows[0].name) for corpus, rows in real.items()}, tiny)
     return "\n".join(lines) + "\n"
 
 
-def all_rows(curves: dict[str, dict[str, Curve]], command: str) -> list[dict]:
-    """The rows of all curves, with corpus, gain over the bar and origin."""
-    rows, origin = [], {"commit": commit(), "command": command}
-    for corpus, of_corpus in curves.items():
-        none = of_corpus["none"].by_length()
-        bars = {row.n: better_control(row, none) for row in of_corpus["window"].rows}
-        for curve in of_corpus.values():
-            for row in curve.rows:
-                result = estimate(document_gain(row, bars[row.n]))
-                low, high = result.interval
-                gain = {"gain": result.mean, "gain_low": low, "gain_high": high}
-                rows.append({"corpus": corpus, **asdict(row), **gain, **origin})
-    return rows
+def gain_table(rows: Rows) -> list[str]:
+    """A line for each method: its perplexities, and its gains past L."""
+    run = rows.rows[0].name
+    gains = gains_of(rows, run)
+    ns = [round(f * rows.trained_ctx) for f in FACTORS]
+    lines = header(["", *(f"n = {n}: perplexity" for n in ns), *(f"{f:g} L: gain" for f in FACTORS[1:])])
+    for method in (*METHODS, "window"):
+        perplexities = [f"{np.exp(rows.losses(run, method, n).item()):.2f}" for n in ns]
+        cells = [show(estimate(gains[method, f])) if method != "window" else "" for f in FACTORS[1:]]
+        lines.append(line([method, *perplexities, *cells]))
+    return lines
 
 
-def draw(curves: dict[str, dict[str, Curve]], tiny: Rows, paths: list[Path]) -> None:
-    """A panel for each corpus and one for the small model: gain against n / L, with 95 % intervals."""
-    import matplotlib.pyplot as plt
+def antecedent_table(by_method: dict[str, list[dict[str, Any]]], L: int) -> list[str]:
+    """A line for each length past L and method, a column for each group of distances, and their shares below."""
+    ns = [round(f * L) for f in FACTORS[1:]]
+    first = [row for row in next(iter(by_method.values())) if row["n"] == ns[0]]
+    lines = header(["n", "method", *(row["group"] for row in first)])
+    for n, method in itertools.product(ns, METHODS[1:]):
+        found = {row["group"]: row for row in by_method.get(method, []) if row["n"] == n and row["gain"] is not None}
+        gains = [found.get(row["group"]) for row in first]
+        cells = [interval_text(row["gain"], row["low"], row["high"]) if row else "" for row in gains]
+        lines.append(line([str(n), method, *cells]))
+    return [*lines, line(["", "share of targets", *(f"{100 * row['share']:.1f} %" for row in first)])]
 
-    from measure import plots
 
-    panels = {f"{curves[c]['none'].first.run}, {text}": real_gains(curves[c]) for c, text in CORPORA.items()}
-    if tiny:
-        panels[f"small model of the study (L = {trained_ctx(tiny, TINY)}), code"] = tiny_gains(tiny)
-    for path in paths:
-        fig, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 4.4), dpi=150, squeeze=False,
-                                 sharey=True)  # fmt: skip
-        for ax, (title, gains) in zip(axes[0], panels.items(), strict=True):
-            for i, method in enumerate(METHODS):
-                points = [(f, estimate(gains[method, f])) for f in FACTORS if (method, f) in gains]
-                x = [f + 0.025 * (i - len(METHODS) / 2) for f, _ in points]
-                low, high = ([abs(result.interval[k] - result.mean) for _, result in points] for k in (0, 1))
-                ax.errorbar(x, [result.mean for _, result in points], [low, high], fmt="o-", markersize=4, capsize=2,
-                            linewidth=1.2, color=plots.color_of("methods", method), label=method)  # fmt: skip
-            ax.axhline(0, color="#333333", linewidth=1)
-            ax.set_yscale("symlog", linthresh=0.3)
-            ax.set_xticks(FACTORS, [f"{f:g}" for f in FACTORS])
-            ax.set_xlabel("context length n / L")
-            ax.grid(axis="y", alpha=0.25)
-            ax.spines[["top", "right"]].set_visible(False)
-            ax.set_title(title, fontsize=9, loc="left")
-        axes[0][0].set_ylabel("gain over the better control, nats/token")
-        axes[0][-1].legend(fontsize=8, frameon=False, loc="lower left")
-        fig.tight_layout()
-        plots.save(fig, path)
+def draw(panels: dict[str, Gains], path: Path) -> None:
+    """Gain against n / L with 95 % intervals. panels: title -> the gains in it"""
+    size = {"figsize": (4.2 * len(panels), 4.4), "dpi": 150}
+    fig, axes = plots.pyplot().subplots(1, len(panels), squeeze=False, sharey=True, **size)
+    for ax, (title, gains) in zip(axes[0], panels.items(), strict=True):
+        for i, method in enumerate(METHODS):
+            points = [(f, estimate(gains[method, f])) for f in FACTORS if (method, f) in gains]
+            x = [f + 0.025 * (i - len(METHODS) / 2) for f, _ in points]
+            ends = [[abs(result.interval[k] - result.mean) for _, result in points] for k in (0, 1)]
+            look = {"fmt": "o-", "markersize": 4, "capsize": 2, "linewidth": 1.2, "label": method}
+            means = [result.mean for _, result in points]
+            ax.errorbar(x, means, ends, color=plots.color_of("methods", method), **look)
+        ax.axhline(0, color="#333333", linewidth=1)
+        ax.set_yscale("symlog", linthresh=0.3)
+        ax.set_xticks(FACTORS, [f"{f:g}" for f in FACTORS])
+        ax.set_xlabel("context length n / L")
+        ax.set_title(title, fontsize=9, loc="left")
+    axes[0][0].set_ylabel("gain over the better control, nats/token")
+    axes[0][-1].legend(fontsize=8, frameon=False, loc="lower left")
+    fig.tight_layout()
+    plots.save(fig, path, ".png", ".svg", ".pdf")
 
 
 # ---- the command ----
@@ -254,14 +219,19 @@ def main() -> None:
         measure(args)
     except Stopped:
         raise SystemExit("stopped: run the same command again to resume") from None
-    curves = {corpus: read_curves(args, corpus) for corpus in CORPORA}
-    tiny = read_rows(Path(args.tiny)) if Path(args.tiny).exists() else []
-    out = Path(args.out)
-    write_jsonl(out / "real.jsonl", all_rows(curves, f"python -m studies.real --documents {args.documents}"))
-    text = tables(args, curves, tiny)
-    write_atomically(out / "real.md", lambda f: f.write(text.encode()))
-    draw(curves, tiny, [out / f"real.{suffix}" for suffix in ("png", "svg", "pdf")])
-    print(text + f"\nrows: {out}/real.jsonl   tables: {out}/real.md   figure: {out}/real.png")
+    real = {corpus: read_evaluation(args, corpus) for corpus in CORPORA}
+    panels = {
+        f"{rows.rows[0].run}, {CORPORA[corpus]}": gains_of(rows, rows.rows[0].name) for corpus, rows in real.items()
+    }
+    tiny = {}
+    if args.tiny.exists():
+        rows = read_rows(args.tiny)
+        tiny = panels[f"small model of the study (L = {rows.trained_ctx}), code"] = gains_of(rows, TINY)
+    write_jsonl(args.out / "real.jsonl", [row for rows in real.values() for row in rows.rows])
+    text = tables(args, real, tiny)
+    write_atomically(args.out / "real.md", lambda f: f.write(text.encode()))
+    draw(panels, args.out / "real")
+    print(text + f"\nrows: {args.out}/real.jsonl   tables: {args.out}/real.md   figure: {args.out}/real.png")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -271,11 +241,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--scored-tokens", type=int, default=512, help="of each document")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time; resumable")
     parser.add_argument("--runs", default="runs/real", help="the folder of the curves")
-    parser.add_argument("--tiny", default=str(ROOT / "results/matrix.jsonl"), help="the rows of the small model")
-    parser.add_argument("--out", default=str(ROOT / "results"), help="the folder of the results")
+    parser.add_argument("--tiny", type=Path, default=MATRIX[0], help="the rows of the small model")
+    parser.add_argument("--out", type=Path, default=ROOT / "results", help="the folder of the results")
     parser.add_argument("overrides", nargs="*", help="further settings of eval.py, such as data.files=...")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    user_errors_in_one_line(main)()
+    user_errors(main)()

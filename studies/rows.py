@@ -1,31 +1,142 @@
-"""The rows of the matrix, results/matrix.jsonl: functions that read them, and computations that several studies share.
+"""The rows of the study, results/matrix.jsonl and layers.jsonl: what they are, how they are read, differences of them.
 
-A row is one run, one method and one length n. Its keys are those of `gather` and `shifted` in studies/jobs.py, which
-writes the file. Claims, tables and figures only read it.
-
-A row scores several windows of each document: `windows` has their numbers, and `nll` the sum of nats of each window,
-the windows of a document together. At long n fewer windows have enough text before them, so two rows are compared on
-the windows that both have. The old rows, results/matrix-last64.jsonl, have no `windows`: they score one, the last 64
-tokens of each document. Old and new rows have different targets and are never compared with each other.
+A row is one run, one method and one length: a Row of measure/curves.py with the columns that tell what the run is in
+the study. It scores several windows of each document, at long n fewer of them, so two rows are compared on the windows
+that both have. The rows of the earlier targets, results/matrix-last64.jsonl, score one: the last 64 tokens of each
+document. They are never compared with the others.
 """
 
 import argparse
+import functools
 import json
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from conf.errors import UserError
-from conf.leftovers import check_writable
 from conf.registry import ROOT
-from engine.checkpoint import write_atomically
-
-Rows = list[dict[str, Any]]
-Losses = dict[int, dict[int, np.ndarray]]  # seed -> window -> nats per token of each document [documents]
+from engine.files import write_atomically
+from measure.curves import Row, better_controls
+from measure.intervals import run_without_seed
 
 BAR = "bar"  # as the label of a method: the better of the two controls
+MATRIX = (ROOT / "results/matrix.jsonl", ROOT / "results/matrix-last64.jsonl")
+OLD = "old targets"  # the mark of what is measured on the rows of the last 64 tokens
+
+
+@dataclass(frozen=True)
+class StudyRow(Row):
+    """`run` is the name of the job: rope-s0."""
+
+    part: str = ""  # of the plan, or the corpus of studies/real.py
+    base: float | None = None  # of a rotary encoding
+    method: str = ""  # of a fine-tuning; none: fine-tuned without scaling
+    finetune_steps: int = 0
+    percent: float = 0.0  # of the pre-training's steps
+    in_window: float | None = None  # held-out bits per byte within the trained context
+    steps: int = 0
+    threads: int = 0
+    commit: str = ""
+    command: str = ""  # that trained the run
+
+    @functools.cached_property
+    def name(self) -> str:
+        """The run without its seed: `rope` for rope-s0, rope-s1 and rope-s2."""
+        return run_without_seed(self)
+
+
+Seeds = dict[int, StudyRow]  # seed -> its row, of one condition
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one file. Their losses are aligned (measure/curves.py): they can be compared between lengths."""
+
+    rows: Sequence[StudyRow]
+    mark: str = ""  # OLD for those of the earlier targets
+
+    @functools.cached_property
+    def by_condition(self) -> dict[tuple[str, str, int], Seeds]:
+        found: dict[tuple[str, str, int], Seeds] = defaultdict(dict)
+        for row in self.rows:
+            found[row.name, row.label, row.n][row.seed] = row
+        return found
+
+    @functools.cached_property
+    def nones(self) -> dict[str, dict[int, StudyRow]]:
+        """run -> n -> its row without scaling."""
+        found: dict[str, dict[int, StudyRow]] = defaultdict(dict)
+        for row in self.rows:
+            if row.label == "none":
+                found[row.run][row.n] = row
+        return found
+
+    @property
+    def trained_ctx(self) -> int:
+        """L, the context of the pre-training, tokens."""
+        return min(row.train_ctx for row in self.rows)
+
+    def find(self, run: str, label: str, n: int) -> Seeds:
+        """The rows of one condition; empty if there are none. run: without its seed. label: of the method, or BAR."""
+        if label != BAR:
+            return self.by_condition.get((run, label, n), {})
+        windows = [*self.find(run, "window", n).values()]
+        return {row.seed: row for row in better_controls(windows, self.nones)} if windows else {}
+
+    def losses(self, run: str, label: str, n: int) -> np.ndarray:
+        """The mean loss over all windows with each seed, nats per token [seeds]."""
+        return np.array([row.loss for row in self.find(run, label, n).values()])
+
+    def gain(self, run: str, label: str, n: int) -> np.ndarray:
+        """How much lower the loss is than the better control's, nats per token [seeds, documents]."""
+        return difference(self.find(run, BAR, n), self.find(run, label, n))
+
+    def has(self, part: str, label: str | None = None) -> bool:
+        return any(row.part == part and label in (None, row.label) for row in self.rows)
+
+    def runs(self, part: str, label: str | None = None) -> list[str]:
+        """The names of the part's runs, without seeds; label: only runs that were evaluated with this method."""
+        return sorted({row.name for row in self.rows if row.part == part and label in (None, row.label)})
+
+    def lengths(self, part: str) -> list[int]:
+        """The lengths at which the part's runs were evaluated without scaling."""
+        return sorted({row.n for row in self.rows if row.part == part and row.label == "none"})
+
+    def bases(self) -> dict[float, str]:
+        """RoPE's base in pre-training -> the run, in the order of the bases. `rope` has the default base."""
+        found = {float(row.base): row.name for row in self.rows if row.part == "base" and row.base}
+        return dict(sorted((found | {10000.0: "rope"}).items())) if found else {}
+
+    def with_seeds_of(self, part: str) -> "Rows":
+        """The rows of all parts with the seeds of this part: its runs are compared with rope at the same seeds."""
+        seeds = {row.seed for row in self.rows if row.part == part}
+        return Rows([row for row in self.rows if row.seed in seeds], self.mark)
+
+
+def contrast(plus: Sequence[Seeds], minus: Sequence[Seeds], absolute: bool = False) -> np.ndarray:
+    """The sum of the losses `plus` less that of the losses `minus`, nats per token [seeds, documents].
+
+    On the seeds and windows that all of them have; no seeds if there are none. absolute: the mean of the absolute
+    values over the windows of a document.
+    """
+    values = []
+    for seed in sorted(set.intersection(*({*seeds} for seeds in (*plus, *minus)))):
+        first, second = ([seeds[seed] for seeds in terms] for terms in (plus, minus))
+        windows = set.intersection(*({*row.scored_windows} for row in (*first, *second)))
+        if windows:
+            groups = [[w] for w in windows] if absolute else [sorted(windows)]
+            a, b = (sum(np.stack([row.document_losses(g) for g in groups]) for row in rows) for rows in (first, second))
+            values.append(np.mean(np.abs(a - b) if absolute else a - b, axis=0))
+    return np.array(values)
+
+
+def difference(a: Seeds, b: Seeds) -> np.ndarray:
+    """Loss a - loss b, nats per token [seeds, documents], on the seeds and windows that both have."""
+    return contrast([a], [b])
 
 
 # ---- reading ----
@@ -34,121 +145,60 @@ BAR = "bar"  # as the label of a method: the better of the two controls
 def read_rows(path: Path) -> Rows:
     """The rows in a file that studies.matrix wrote. UserError if it is missing or damaged."""
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = [study_row(json.loads(line)) for line in path.read_text().splitlines()]
     except FileNotFoundError:
         plan = " --plan layers" if path.name.startswith("layers") else ""
         raise UserError(f"{path}: not found: first python -m studies.matrix{plan}") from None
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         rows = []
-    if not rows or not all(isinstance(row, dict) and {"name", "n", "loss"} <= row.keys() for row in rows):
+    if not rows:
         raise UserError(f"{path}: not rows that studies.matrix wrote")
-    if len({row["texts"] for row in rows if "texts" in row}) > 1:
+    if len({row.texts for row in rows} - {""}) > 1:
         raise UserError(f"{path}: its rows are on different texts, such as other documents, and cannot be compared")
-    return rows
+    return Rows(rows, OLD if path.name == MATRIX[1].name else "")
 
 
-def run_of(row: dict[str, Any]) -> str:
-    """The name of the row's run without its seed: `rope` for rope-s0, rope-s1 and rope-s2."""
-    return row["name"].rpartition("-s")[0]
+def study_row(row: dict[str, Any]) -> StudyRow:
+    """A row of a file. The published ones have other names for some columns, and lack those that no report uses."""
+    names = {"name": "run", "windows": "scored_windows", "extended_ctx": "longest_trained_ctx"}
+    row = {names.get(key, key): value for key, value in row.items()}
+    known = {field.name for field in fields(StudyRow)}
+    unknown: dict[str, Any] = dict.fromkeys(known - {"run", "seed", "label", "n", "train_ctx", "loss", "tokens", "nll"})
+    unknown |= {"texts": "", "hits": [], "scored_windows": [0], "longest_trained_ctx": row["train_ctx"]}
+    unknown |= {"part": "", "documents": len(row["nll"]) // len(row.get("scored_windows", [0]))}
+    return StudyRow(**unknown | {key: value for key, value in row.items() if key in known})
 
 
-def seeds_of(rows: Rows, part: str) -> Rows:
-    """The rows of all parts whose seed occurs in this part: its runs are then compared with rope at the same seeds."""
-    seeds = {row["seed"] for row in rows if row["part"] == part}
-    return [row for row in rows if row["seed"] in seeds]
+def read_sources(paths: Sequence[Path]) -> list[Rows]:
+    """The rows of the files that are there. A report takes each of its numbers from the first source that has it."""
+    return [read_rows(path) for path in paths if path.exists()] or [read_rows(paths[0])]
 
 
-# ---- losses ----
+def source(sources: Sequence[Rows], part: str, label: str | None = None) -> Rows:
+    """The first source that has this part of the plan, with this method; the last one if none has."""
+    return next((rows for rows in sources if rows.has(part, label)), sources[-1])
 
 
-def trained_ctx(rows: Rows, run: str) -> int:
-    """The longest context that this run was trained on, tokens; 0 if there are no rows of it."""
-    return max((row.get("extended_ctx", row["train_ctx"]) for row in rows if run_of(row) == run), default=0)
+# ---- reports ----
 
 
-def losses(rows: Rows, run: str, label: str, n: int) -> Losses:
-    """The losses of one condition at length n; empty if there are no rows. label: of the method, or BAR."""
-    if label == BAR:
-        return bar(rows, run, n)[0]
-    matching = [row for row in rows if (row["n"], row["label"]) == (n, label) and run_of(row) == run]
-    return {row["seed"]: by_window(row) for row in matching}
+def line(cells: Sequence[str]) -> str:
+    """One line of a Markdown table."""
+    return "| " + " | ".join(cells) + " |"
 
 
-def by_window(row: dict[str, Any]) -> dict[int, np.ndarray]:
-    """window -> nats per token of each document [documents]. Every window has the same number of scored tokens."""
-    nats = np.array(row["nll"]) * len(row["nll"]) / row["tokens"]
-    windows = row.get("windows", [0])
-    return dict(zip(windows, nats.reshape(-1, len(windows)).T, strict=True))
+def header(cells: Sequence[str]) -> list[str]:
+    """The first two lines of a Markdown table: the names of the columns, and the rule below them."""
+    return [line(cells), "|---" * len(cells) + "|"]
 
 
-def minus(a: Losses, b: Losses) -> Losses:
-    """a - b, for the seeds and windows that both have. Seeds without a common window are left out."""
-    pairs = {seed: (a[seed], b[seed]) for seed in sorted(a.keys() & b.keys()) if a[seed].keys() & b[seed].keys()}
-    return {seed: {w: x[w] - y[w] for w in sorted(x.keys() & y.keys())} for seed, (x, y) in pairs.items()}
-
-
-def per_document(values: Losses) -> np.ndarray:
-    """The means over the windows of each document, [seeds, documents]. At least one seed."""
-    return np.stack([np.mean(list(windows.values()), axis=0) for windows in values.values()])
-
-
-def mean_losses(rows: Rows, run: str, label: str, n: int) -> dict[int, float]:
-    """seed -> the mean loss over all windows, nats per token.
-
-    Where a row has fewer windows than no scaling at the trained context L: the loss of no scaling at L on all windows,
-    plus the difference between the two on the windows that both have (`align` of measure/curves.py), so that lengths
-    can be compared.
-    """
-    L = trained_ctx(rows, run)
-    at_L, means = losses(rows, run, "none", L), {}
-    for seed, windows in losses(rows, run, label, n).items():
-        means[seed] = float(np.mean(list(windows.values())))
-        if windows.keys() < at_L.get(seed, {}).keys():
-            common = np.mean([at_L[seed][window] for window in windows])
-            means[seed] += float(np.mean(list(at_L[seed].values())) - common)
-    return means
-
-
-def bar(rows: Rows, run: str, n: int) -> tuple[Losses, str]:
-    """(losses of the better of the two controls at n > L, its name); ({}, "") if there are no rows.
-
-    Both give the run's model as many tokens as it was trained on, L: "window" limits the attention of each query to the
-    last L tokens, "truncation" the text, which is no scaling at n = L. The better one has the lower mean loss over all
-    seeds, on the windows that both have. A method uses context past L only if its loss is below this bar.
-    """
-    window = losses(rows, run, "window", n)
-    truncation = losses(rows, run, "none", trained_ctx(rows, run))
-    difference = minus(window, truncation)
-    if not difference:
-        return (window, "window") if window else (truncation, "truncation" if truncation else "")
-    return (window, "window") if per_document(difference).mean() <= 0 else (truncation, "truncation")
-
-
-# ---- commands ----
-
-
-def read_both(path: str, old_path: str) -> tuple[Rows, Rows]:
-    """(new rows, old rows) of two files. One of them may be missing, then its rows are empty."""
-    if not Path(old_path).exists():
-        return read_rows(Path(path)), []
-    return read_rows(Path(path)) if Path(path).exists() else [], read_rows(Path(old_path))
-
-
-def report_command(report: Callable[[Rows, Rows], str], description: str, file_name: str) -> None:
-    """The command line of a study that turns new and old rows into one text.
-
-    Writes it to results/FILE_NAME and prints it.
-    """
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--rows", default=str(ROOT / "results/matrix.jsonl"), help="the rows that studies.matrix wrote")
-    parser.add_argument(
-        "--old-rows",
-        default=str(ROOT / "results/matrix-last64.jsonl"),
-        help="rows of the last 64 tokens of each document, used where --rows has none",
-    )
-    parser.add_argument("--out", default=str(ROOT / "results" / file_name), help="the file to write")
+def report_command(report: Callable[[Sequence[Rows]], str], out: str, paths: Sequence[Path] = MATRIX) -> None:
+    """The command line of a study that turns rows into one text: writes it to results/OUT and prints it."""
+    parser = argparse.ArgumentParser(description=f"Write results/{out} from the rows of studies.matrix")
+    help_text = "files of rows; each number is of the first that has it"
+    parser.add_argument("--rows", nargs="+", type=Path, default=paths, help=help_text)
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / out, help="the file to write")
     args = parser.parse_args()
-    check_writable("--out", Path(args.out))
-    text = report(*read_both(args.rows, args.old_rows))
-    write_atomically(Path(args.out), lambda f: f.write(text.encode()))
+    text = report(read_sources(args.rows))
+    write_atomically(args.out, lambda f: f.write(text.encode()))
     print(text)

@@ -2,50 +2,48 @@
 
     python -m studies.spectrum
 
-Prints the rotations of each pair within L tokens and what two published rules say about the base, and writes the
-rotations as a table and a figure.
+Prints what two published rules say about the base, and writes the rotations of each pair within L tokens as a table and
+a figure.
 """
 
 import argparse
 import csv
 import io
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from conf.errors import UserError, user_errors_in_one_line
+from conf.errors import UserError, user_errors
 from conf.registry import yaml_values
-from engine.checkpoint import write_atomically
+from engine.files import write_atomically
+from measure import plots
 from model.scaling import TrainedContext, resolve
-from model.spectrum import card, frequencies, rotations
-from model.thresholds import warning
+from model.spectrum import card, frequencies, rotations, warning
 
 LLAMA2_SLOWEST = 0.075  # rotations of Llama 2's slowest pair within its 4096 tokens (head_dim 128, base 10000)
 METHODS = ("none", "pi", "ntk", "yarn", "yarn_paper", "ntk_mixed")
 
 
 def main() -> None:
-    """Print the summary and the table, and write the table and the figure to --out."""
+    """Print the summary, and write the table and the figure to --out."""
     args = parse_arguments()
-    trained = TrainedContext("rope", args.ctx, frequencies(args.rotary_dim, args.base))
+    L, out = args.ctx, Path(args.out)
+    trained = TrainedContext("rope", L, frequencies(args.rotary_dim, args.base))
     print(card(trained))
-    bound, matched = base_bound(args.rotary_dim, args.ctx), scale_matched_base(args.rotary_dim, args.ctx)
-    print(f"smallest base that keeps B(m) >= 0 up to {args.ctx} (arXiv 2405.14591): {bound:,.0f}")
+    bound, matched = base_bound(args.rotary_dim, L), scale_matched_base(args.rotary_dim, L)
+    print(f"smallest base that keeps B(m) >= 0 up to {L} (arXiv 2405.14591): {bound:,.0f}")
     print(f"base whose slowest pair rotates as in Llama 2: {matched:,.0f}")
     by_method = rotations_by_method(trained, args.factor)
-    print_table(by_method, args.ctx, args.factor)
-
-    table, figure = Path(args.out).with_suffix(".csv"), Path(args.out).with_suffix(".png")
-    write_table(by_method, table)
-    title = (
-        f"Rotations of each RoPE pair within L = {args.ctx} tokens "
-        f"(rotary_dim {args.rotary_dim}, base {args.base:g}, extension factor {args.factor:g})"
-    )
-    draw(by_method, args.ctx, title, figure)
-    print(f"\n{figure}   {table}")
+    pairs = zip(*(r.tolist() for r in by_method.values()), strict=True)
+    lines = [[pair, *(f"{x:.6g}" for x in of_pair)] for pair, of_pair in enumerate(pairs)]
+    write_csv(out.with_suffix(".csv"), [["pair", *by_method], *lines])
+    settings = f"rotary_dim {args.rotary_dim}, base {args.base:g}, extension factor {args.factor:g}"
+    draw(by_method, L, f"Rotations of each RoPE pair within L = {L} tokens ({settings})", out)
+    print(f"{out}.png   {out}.csv")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -81,62 +79,46 @@ def base_bound(rotary_dim: int, ctx: int) -> float:
 
 def scale_matched_base(rotary_dim: int, ctx: int) -> float:
     """The base at which the slowest pair rotates as often within ctx as Llama 2's does within 4096 tokens."""
-    if rotary_dim < 4:
-        return math.nan
     return (ctx / (2 * math.pi * LLAMA2_SLOWEST)) ** (rotary_dim / (rotary_dim - 2))
+
+
+def scaled(trained: TrainedContext, knobs: dict[str, Any], n: int) -> Tensor:
+    """inv_freq of a scaling method at context length n, radians per token, float64 [D / 2]."""
+    inv_freq = resolve(knobs, trained, n, n).inv_freq
+    return trained.inv_freq if inv_freq is None else inv_freq
 
 
 def rotations_by_method(trained: TrainedContext, factor: float) -> dict[str, Tensor]:
     """Method -> rotations of each pair within L tokens, float64 [P]. Prints the warning of a method that has one."""
-    L = trained.train_ctx
     by_method = {}
     for name in METHODS:
         knobs = yaml_values("scaling", name)
         if "factor" in knobs:
             knobs["factor"] = factor
-        if line := warning(knobs, trained):
-            print(f"{name}: {line}")
-        change = resolve(knobs, trained, L, L)
-        by_method[name] = rotations(trained.inv_freq if change.inv_freq is None else change.inv_freq, L)
+        if text := warning(knobs, trained):
+            print(f"{name}: {text}")
+        by_method[name] = rotations(scaled(trained, knobs, trained.train_ctx), trained.train_ctx)
     return by_method
 
 
-def print_table(by_method: dict[str, Tensor], ctx: int, factor: float) -> None:
-    """Print the rotations within ctx tokens: a line for each pair, from fast to slow, a column for each method."""
-    print(f"\nrotations within {ctx} tokens, factor {factor:g}")
-    print(f"{'pair':>5}" + "".join(f"{name:>12}" for name in by_method))
-    for pair in range(len(by_method["none"])):
-        print(f"{pair:>5}" + "".join(f"{r[pair]:>12.4g}" for r in by_method.values()))
-
-
-def write_table(by_method: dict[str, Tensor], path: Path) -> None:
-    """Write the table of `print_table` as CSV, with the columns pair and the names of the methods."""
+def write_csv(path: Path, lines: Iterable[Iterable[Any]]) -> None:
     text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["pair", *by_method])
-    for pair in range(len(by_method["none"])):
-        table.writerow([pair, *(f"{r[pair]:.6g}" for r in by_method.values())])
+    csv.writer(text, lineterminator="\n").writerows(lines)
     write_atomically(path, lambda f: f.write(text.getvalue().encode()))
 
 
 def draw(by_method: dict[str, Tensor], ctx: int, title: str, path: Path) -> None:
     """Draw the rotations within ctx tokens against the index of the pair, with a line for each method."""
-    import matplotlib.pyplot as plt
-
-    from measure import plots
-
-    fig, ax = plt.subplots(figsize=(9, 5.2))
+    fig, ax = plots.pyplot().subplots(figsize=(9, 5.2))
     ends = []
     for name, r in by_method.items():
-        style: dict[str, Any] = {
-            "color": plots.color_of("methods", name),
-            "linestyle": (0, (2, 1.5)) if name == "none" else "-",
-        }
+        dashes = plots.CONTROL_DASHES if name == "none" else "-"
+        style = {"color": plots.color_of("methods", name), "linestyle": dashes}
         ax.plot(range(len(r)), r, marker="o", **style)
         ends.append((len(r) - 1, r[-1].item(), plots.NAMES.get(name, name), style))
     ax.axhline(1, color="#999999", linewidth=1)
-    ax.annotate(f"one rotation within {ctx} tokens", (1, 1), xycoords=("axes fraction", "data"), xytext=(-4, 4),
-                textcoords="offset points", ha="right", color="#666666", fontsize=9)  # fmt: skip
+    place = {"xytext": (-4, 4), "textcoords": "offset points", "ha": "right"}
+    ax.annotate(f"one rotation within {ctx} tokens", (1, 1), xycoords=("axes fraction", "data"), **place, **plots.GREY)
     ax.set_yscale("log")
     ax.set_xlabel("rotary pair, from high to low frequency")
     ax.set_ylabel(f"rotations within {ctx} tokens")
@@ -146,4 +128,4 @@ def draw(by_method: dict[str, Tensor], ctx: int, title: str, path: Path) -> None
 
 
 if __name__ == "__main__":
-    user_errors_in_one_line(main)()
+    user_errors(main)()

@@ -5,26 +5,14 @@ nats per token with its 95 % interval and its q value.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import combinations
 
 import numpy as np
 
-from conf.errors import user_errors_in_one_line
-from measure.mixed_effects import Estimate, estimate
-from studies.claims import OLD, interval_text, q_text, with_q
+from conf.errors import user_errors
+from measure.intervals import Estimate, estimate, interval_text
+from studies.claims import estimate_text, q_text, with_q
 from studies.plan import EXTENSIONS
-from studies.rows import (
-    Rows,
-    bar,
-    by_window,
-    losses,
-    mean_losses,
-    minus,
-    per_document,
-    report_command,
-    run_of,
-    seeds_of,
-)
+from studies.rows import BAR, OLD, Rows, difference, header, line, report_command, source
 
 HEAD = """# The rows of the matrix as tables
 
@@ -39,7 +27,7 @@ trained its run, its commit and the loss of every window.
 A **gain** is the loss of the bar minus the loss of the method, on the windows that both have, in nats per token. The
 *bar* is the better of two controls of the same run: the window control, and truncation, which gives the model only the
 last L tokens of the text. Intervals are 95 %, from crossed random effects of seeds and documents
-(`measure/mixed_effects.py`); with one seed they cover other documents, but not other seeds. q is the false discovery
+(`measure/intervals.py`); with one seed they cover other documents, but not other seeds. q is the false discovery
 rate over all cells of the table (Benjamini-Hochberg): of the cells with q < 0.05, less than 5 % are expected to have no
 gain or loss of that sign. "the bar": the method is the better control itself.
 """
@@ -54,17 +42,7 @@ breaks the model, and truncation is the bar.
 """
 
 
-# ---- Markdown ----
-
-
-def line(cells: Sequence[str]) -> str:
-    """One line of a Markdown table."""
-    return "| " + " | ".join(cells) + " |"
-
-
-def header(cells: Sequence[str]) -> list[str]:
-    """The first two lines of a Markdown table: the names of the columns, and the rule below them."""
-    return [line(cells), "|---" * len(cells) + "|"]
+# ---- cells ----
 
 
 def mean_and_range(values: list[float], show: Callable[[float], str]) -> str:
@@ -75,26 +53,17 @@ def mean_and_range(values: list[float], show: Callable[[float], str]) -> str:
     return mean if len(values) == 1 else f"{mean} ({low}-{high})"
 
 
-# ---- cells ----
-
-
-def seed_means(rows: Rows, run: str, label: str, n: int) -> list[float]:
-    """The mean loss of each seed over all windows, nats per token."""
-    return list(mean_losses(rows, run, label, n).values())
-
-
 def perplexity(rows: Rows, run: str, label: str, n: int) -> str:
     """exp of the mean loss over seeds, with the range over seeds."""
-    return mean_and_range(seed_means(rows, run, label, n), lambda nats: f"{np.exp(nats):.1f}")
+    return mean_and_range(rows.losses(run, label, n).tolist(), lambda nats: f"{np.exp(nats):.1f}")
 
 
 def gain(rows: Rows, run: str, label: str, n: int) -> Estimate | str:
-    """How much lower the loss is than the bar of the same seed; or the text of a cell without a number."""
-    control, name = bar(rows, run, n)
-    if label == name:
+    """How much lower the loss is than that of the better control; or the text of a cell without a number."""
+    if label == "window" and rows.find(run, BAR, n) == rows.find(run, label, n):
         return "the bar"
-    difference = minus(control, losses(rows, run, label, n))
-    return estimate(per_document(difference)) if difference else ""
+    gains = rows.gain(run, label, n)
+    return estimate(gains) if len(gains) else ""
 
 
 def gain_cells(gains: list[list[Estimate | str]]) -> list[list[str]]:
@@ -110,204 +79,174 @@ def gain_cells(gains: list[list[Estimate | str]]) -> list[list[str]]:
         if isinstance(cell, str):
             return cell
         q_of_cell = q_text(q)
-        low, high = cell.interval
-        return f"{cell.mean:+.3f} [{low:+.3f}, {high:+.3f}] q{'' if q_of_cell.startswith('<') else '='}{q_of_cell}"
+        text = interval_text(cell.mean, *cell.interval)
+        return f"{text} q{'' if q_of_cell.startswith('<') else '='}{q_of_cell}"
 
     q = iter(with_q([p_value(cell) for line in gains for cell in line]))
     return [[show(cell, next(q)) for cell in line] for line in gains]
 
 
-def in_window(rows: Rows, run: str) -> list[str]:
-    """[number of seeds, their held-out bits per byte within the trained context]"""
-    by_seed = {row["seed"]: row["in_window"] for row in rows if run_of(row) == run and "in_window" in row}
-    return [str(len(by_seed)), mean_and_range(list(by_seed.values()), lambda bits: f"{bits:.3f}")]
-
-
-def by_length(rows: Rows, runs: list[tuple[str, str]], ns: list[int]) -> list[str]:
-    """A table of runs without scaling, a column for each length. runs: (name in the matrix, name in the table)"""
+def by_length(rows: Rows, runs: dict[str, str], ns: list[int]) -> list[str]:
+    """A table of runs without scaling, a column for each length. runs: name in the table -> name in the matrix"""
     lines = header(["", "seeds", "bits/byte within L", *(f"n = {n}" for n in ns)])
-    for run, title in runs:
-        lines.append(line([title, *in_window(rows, run), *(perplexity(rows, run, "none", n) for n in ns)]))
+    for title, run in runs.items():
+        by_seed = {row.seed: row.in_window for row in rows.rows if row.name == run and row.in_window}
+        bits = mean_and_range([*by_seed.values()], lambda bits: f"{bits:.3f}")
+        lines.append(line([title, str(len(by_seed)), bits, *(perplexity(rows, run, "none", n) for n in ns)]))
     return lines
 
 
 def order_of(rows: Rows, run: str, label: str, n: int) -> float:
     """The mean loss over seeds, as a sort key; infinite if there are no rows."""
-    return float(np.mean(seed_means(rows, run, label, n) or [np.inf]))
+    losses = rows.losses(run, label, n)
+    return float(losses.mean()) if len(losses) else np.inf
 
 
-def runs_of(rows: Rows, part: str, label: str | None = None) -> list[str]:
-    """The names of the part's runs, without seeds; label: only runs that were evaluated with this method."""
-    return sorted({run_of(row) for row in rows if row["part"] == part and label in (None, row["label"])})
+# ---- the sections of results/matrix.md; L: the trained context ----
 
 
-def lengths_of(rows: Rows, part: str) -> list[int]:
-    """The lengths at which the part's runs were evaluated without scaling."""
-    return sorted({row["n"] for row in rows if row["part"] == part and row["label"] == "none"})
+def heading(title: str, rows: Rows) -> str:
+    return f"## {title}" + (f" ({rows.mark})" if rows.mark else "") + "\n"
 
 
-def part_of(rows: Rows, old: Rows, part: str, label: str | None = None) -> tuple[Rows, str]:
-    """(the new rows if they have any of this part, otherwise the old ones; the mark of old ones for the heading).
-
-    label: only rows of this method count.
-    """
-    if any(row["part"] == part and label in (None, row["label"]) for row in rows):
-        return rows, ""
-    return old, f" ({OLD})"
-
-
-# ---- the sections of results/matrix.md; L: the trained context, mark: of old rows, for the heading ----
-
-
-def noise_section(rows: Rows, mark: str) -> list[str]:
+def noise_section(rows: Rows) -> list[str]:
     """The same model against itself: rope against rope_interleaved, and the seeds of rope against each other."""
-    text = [f"## Noise floor{mark}\n", NOISE]
-    text += header(["n", "`rope_interleaved` - `rope`", "seeds", "standard deviation between seeds of `rope`",
-                    "largest difference between two seeds of `rope`"])  # fmt: skip
-    for n in lengths_of(rows, "encodings"):
-        difference = minus(losses(rows, "rope_interleaved", "none", n), losses(rows, "rope", "none", n))
-        between_runs = interval_text(estimate(per_document(difference))) if difference else ""
-        means = seed_means(rows, "rope", "none", n)
-        sd = f"{np.std(means, ddof=1):.3f}" if len(means) > 1 else ""
-        largest = f"{max(abs(a - b) for a, b in combinations(means, 2)):.3f}" if len(means) > 1 else ""
-        text.append(line([str(n), between_runs, str(len(difference)), sd, largest]))
+    between = ("standard deviation between seeds of `rope`", "largest difference between two seeds of `rope`")
+    text = [heading("Noise floor", rows), NOISE, *header(["n", "`rope_interleaved` - `rope`", "seeds", *between])]
+    for n in rows.lengths("encodings"):
+        found = difference(rows.find("rope_interleaved", "none", n), rows.find("rope", "none", n))
+        between_runs = estimate_text(estimate(found)) if len(found) else ""
+        losses = rows.losses("rope", "none", n)
+        several = len(losses) > 1
+        spread = [f"{losses.std(ddof=1):.3f}", f"{np.ptp(losses):.3f}"] if several else ["", ""]
+        text.append(line([str(n), between_runs, str(len(found)), *spread]))
     return [*text, ""]
 
 
-def controls_section(rows: Rows, mark: str, L: int) -> list[str]:
+def controls_section(rows: Rows, L: int) -> list[str]:
     """The loss of the window control minus that of truncation, for every encoding."""
-    beyond = [n for n in lengths_of(rows, "encodings") if n > L]
-    text = [f"\n## The two controls{mark}\n", CONTROLS]
-    text += header(["", *(f"n = {n}" for n in beyond)])
-    for run in runs_of(rows, "encodings"):
-        differences = [minus(losses(rows, run, "window", n), losses(rows, run, "none", L)) for n in beyond]
-        text.append(line([f"`{run}`", *(f"{per_document(x).mean():+.3f}" if x else "" for x in differences)]))
+    beyond = [n for n in rows.lengths("encodings") if n > L]
+    text = ["", heading("The two controls", rows), CONTROLS, *header(["", *(f"n = {n}" for n in beyond)])]
+    for run in rows.runs("encodings"):
+        found = [difference(rows.find(run, "window", n), rows.find(run, "none", L)) for n in beyond]
+        text.append(line([f"`{run}`", *(f"{x.mean():+.3f}" if len(x) else "" for x in found)]))
     return text
 
 
-def encodings_section(rows: Rows, mark: str, L: int) -> list[str]:
+def encodings_section(rows: Rows, L: int, title: str) -> list[str]:
     """Every encoding without scaling, sorted by the loss at 8 L."""
-    encodings = sorted(runs_of(rows, "encodings"), key=lambda run: order_of(rows, run, "none", 8 * L))
-    text = [f"## Encodings without scaling{mark}\n", "`python -m studies.matrix --only encodings`\n"]
-    return text + by_length(rows, [(run, f"`{run}`") for run in encodings], lengths_of(rows, "encodings"))
-
-
-def rope_section(rows: Rows, mark: str, L: int) -> list[str]:
-    """RoPE with every scaling method: perplexity, then gain over the bar past L. Sorted by the loss at 2 L."""
-    methods, ns = methods_of(rows, L), lengths_of(rows, "encodings")
-    text = [f"\n## RoPE with every scaling method{mark}\n"]
-    text += ["`python -m studies.matrix --only rope-s0,rope-s1,rope-s2`\n"]
-    text += header(["", *(f"n = {n}" for n in ns)])
-    text += [line([f"`{m}`", *(perplexity(rows, "rope", m, n) for n in ns)]) for m in methods]
-
-    beyond = [n for n in ns if n > L]
-    seeds = len(seed_means(rows, "rope", "none", L))
-    text += [f"\nGain over the bar in nats per token, with 95 % intervals over {seeds} seeds and documents, and q:\n"]
-    text += header(["", *(f"{n / L:g}x" for n in beyond)])
-    # Methods with a fixed factor ("pi factor=fixed") are left out: they are measured for their loss within L only
-    shown = [m for m in methods if "=" not in m]
-    cells = gain_cells([[gain(rows, "rope", m, n) for n in beyond] for m in shown])
-    return text + [line([f"`{m}`", *of_method]) for m, of_method in zip(shown, cells, strict=True)]
+    encodings = sorted(rows.runs("encodings"), key=lambda run: order_of(rows, run, "none", 8 * L))
+    text = [title, "`python -m studies.matrix --only encodings`\n"]
+    return text + by_length(rows, {f"`{run}`": run for run in encodings}, rows.lengths("encodings"))
 
 
 def methods_of(rows: Rows, L: int) -> list[str]:
     """The labels of the methods evaluated on rope past L, sorted by the loss at 2 L."""
-    labels = sorted({row["label"] for row in rows if run_of(row) == "rope" and row["n"] > L})
+    labels = sorted({label for run, label, n in rows.by_condition if run == "rope" and n > L})
     return sorted(labels, key=lambda label: order_of(rows, "rope", label, 2 * L))
 
 
-def other_rotary_section(rows: Rows, mark: str, L: int) -> list[str]:
+def rope_section(rows: Rows, L: int) -> list[str]:
+    """RoPE with every scaling method: perplexity, then gain over the bar past L. Sorted by the loss at 2 L."""
+    methods, ns = methods_of(rows, L), rows.lengths("encodings")
+    text = ["", heading("RoPE with every scaling method", rows)]
+    text += ["`python -m studies.matrix --only rope-s0,rope-s1,rope-s2`\n", *header(["", *(f"n = {n}" for n in ns)])]
+    text += [line([f"`{m}`", *(perplexity(rows, "rope", m, n) for n in ns)]) for m in methods]
+
+    beyond = [n for n in ns if n > L]
+    seeds = len(rows.find("rope", "none", L))
+    text += [f"\nGain over the bar in nats per token, with 95 % intervals over {seeds} seeds and documents, and q:\n"]
+    text += header(["", *(f"{n / L:g}x" for n in beyond)])
+    # Methods with a fixed factor ("pi factor=fixed") are left out: they are measured for their loss within L only
+    shown = [m for m in methods if "=" not in m]
+    return text + gain_lines(shown, [[gain(rows, "rope", m, n) for n in beyond] for m in shown])
+
+
+def gain_lines(methods: list[str], gains: list[list[Estimate | str]]) -> list[str]:
+    """A line for each method. gains: [methods, columns]"""
+    return [line([f"`{m}`", *cells]) for m, cells in zip(methods, gain_cells(gains), strict=True)]
+
+
+def other_rotary_section(rows: Rows, L: int) -> list[str]:
     """Gain of every method for the other rotary encodings, which are those that yarn applies to."""
-    rotary = [run for run in runs_of(rows, "encodings", "yarn") if run != "rope"]
-    if not rotary:
-        return []
+    rotary = [run for run in rows.runs("encodings", "yarn") if run != "rope"]
     single = [m for m in methods_of(rows, L) if "=" not in m and "+" not in m]
     text = []
-    for n in (4 * L, 16 * L):
-        text += [f"\n## Other rotary encodings with every scaling method: gain over the bar at n = {n}{mark}\n"]
-        counts = {run: len(seed_means(rows, run, "yarn", n)) for run in ["rope", *rotary]}
-        text += header(["", *(f"`{run}`, {count} seed{'' if count == 1 else 's'}" for run, count in counts.items())])
-        cells = gain_cells([[gain(rows, run, m, n) for run in counts] for m in single])
-        text += [line([f"`{m}`", *of_method]) for m, of_method in zip(single, cells, strict=True)]
+    for n in (4 * L, 16 * L) if rotary else ():
+        title = f"Other rotary encodings with every scaling method: gain over the bar at n = {n}"
+        counts = {run: len(rows.find(run, "yarn", n)) for run in ["rope", *rotary]}
+        columns = [f"`{run}`, {count} seed{'' if count == 1 else 's'}" for run, count in counts.items()]
+        text += ["", heading(title, rows), *header(["", *columns])]
+        text += gain_lines(single, [[gain(rows, run, m, n) for run in counts] for m in single])
     return text
 
 
-def base_section(rows: Rows, mark: str) -> list[str]:
+def base_section(rows: Rows) -> list[str]:
     """RoPE's base in pre-training, with rope as the run of the default base; seeds that all bases have."""
-    bases = {float(row["base"]): run_of(row) for row in rows if row["part"] == "base"}
-    if not bases:
-        return []
-    bases[10000.0] = "rope"
-    text = [f"\n## RoPE's base in pre-training{mark}\n", "`python -m studies.matrix --only base`\n"]
-    runs = [(run, f"{base:,.0f}") for base, run in sorted(bases.items())]
-    return text + by_length(seeds_of(rows, "base"), runs, lengths_of(rows, "base"))
+    runs = {f"{base:,.0f}": run for base, run in rows.bases().items()}
+    text = ["", heading("RoPE's base in pre-training", rows), "`python -m studies.matrix --only base`\n"]
+    return [*text, *by_length(rows.with_seeds_of("base"), runs, rows.lengths("base"))] if runs else []
 
 
-def finetune_section(rows: Rows, mark: str, L: int) -> list[str]:
+def finetune_section(rows: Rows, L: int) -> list[str]:
     """The extensions by fine-tuning steps; 0 steps are the method without fine-tuning."""
-    tuned = [row for row in rows if row["part"] == "finetune"]
+    tuned = [row for row in rows.rows if row.part == "finetune"]
     if not tuned:
         return []
-    rows = seeds_of(rows, "finetune")
-    ns = sorted({row["n"] for row in tuned})
+    rows = rows.with_seeds_of("finetune")
+    ns = sorted({row.n for row in tuned})
     # (steps, their share of the pre-training in %)
-    budgets = sorted({(row["finetune_steps"], row["percent"]) for row in tuned if row["finetune_steps"]})
-    text = [f"\n## RoPE fine-tuned at {4 * L}, evaluated without further scaling{mark}\n"]
+    budgets = sorted({(row.finetune_steps, row.percent) for row in tuned if row.finetune_steps})
+    text = ["", heading(f"RoPE fine-tuned at {4 * L}, evaluated without further scaling", rows)]
     text += ["`python -m studies.matrix --only finetune`; 0 steps: the scaling method without fine-tuning\n"]
     text += header(["", "steps", "% of pre-training", "seeds", *(f"n = {n}" for n in ns)])
 
-    def add_line(cells: list[str], run: str, label: str) -> None:
-        """cells, the number of seeds, and perplexities."""
-        seeds = len(seed_means(rows, run, label, 4 * L))
-        if seeds:
-            text.append(line([*cells, str(seeds), *(perplexity(rows, run, label, n) for n in ns)]))
-
+    conditions = []  # (cells, run, label of the method)
     for method in EXTENSIONS:
         title = "direct" if method == "none" else f"`{method}`"
-        add_line([title, "0", "0"], "rope", method)
-        for steps, percent in budgets:
-            add_line([title, str(steps), f"{percent:g}"], f"{method}-{steps}", "none")
-    for run in runs_of(rows, "finetune"):
-        if run.startswith("scratch"):
-            add_line([f"trained at {4 * L} from scratch", "", ""], run, "none")
+        conditions.append(([title, "0", "0"], "rope", method))
+        conditions += [([title, str(k), f"{percent:g}"], f"{method}-{k}", "none") for k, percent in budgets]
+    scratch = [run for run in rows.runs("finetune") if run.startswith("scratch")]
+    conditions += [([f"trained at {4 * L} from scratch", "", ""], run, "none") for run in scratch]
+    for cells, run, label in conditions:
+        seeds = len(rows.find(run, label, 4 * L))
+        if seeds:
+            text.append(line([*cells, str(seeds), *(perplexity(rows, run, label, n) for n in ns)]))
     return text
 
 
 def targets_text(rows: Rows) -> tuple[str, str]:
     """(`8 windows`, at which lengths fewer of them are scored) of the encodings' rows without scaling."""
-    windows = {row["n"]: len(by_window(row)) for row in rows if row["part"] == "encodings" and row["label"] == "none"}
+    nones = [row for row in rows.rows if row.part == "encodings" and row.label == "none"]
+    windows = {row.n: len(row.scored_windows) for row in nones}
     most = max(windows.values())
     counts = sorted((count, n) for n, count in windows.items() if count < most)
     fewer = ", ".join(f"{count} at n = {n}" for count, n in counts)
     return f"{most} window{'' if most == 1 else 's'}", f" (fewer windows: {fewer})" if fewer else ""
 
 
-def report(rows: Rows, old: Rows) -> str:
-    """The text of results/matrix.md, from the new rows and the old ones; one of them may be empty."""
-    encodings, mark = part_of(rows, old, "encodings")
-    scaled, scaled_mark = part_of(rows, old, "encodings", "yarn")
-    first = next(row for row in encodings if row["part"] == "encodings" and row["label"] == "none")
-    L = first["train_ctx"]
+def report(sources: Sequence[Rows]) -> str:
+    """The text of results/matrix.md."""
+    encodings, scaled = source(sources, "encodings"), source(sources, "encodings", "yarn")
+    first = next(row for row in encodings.rows if row.part == "encodings" and row.label == "none")
+    L = first.train_ctx
     windows, fewer = targets_text(encodings)
-    documents = len(next(iter(by_window(first).values())))
-    text = [HEAD.format(L=L, documents=documents, targets=first["tokens"] // len(first["nll"]), windows=windows,
-                        fewer=fewer, old=OLD)]  # fmt: skip
-    text += noise_section(encodings, mark)
-    text += encodings_section(encodings, mark, L)
-    if not mark and (missing := {*runs_of(old, "encodings")} - {*runs_of(rows, "encodings")}):
-        of_missing = [row for row in old if run_of(row) in missing | {"rope"}]  # rope: to compare them with
-        text += ["", *encodings_section(of_missing, f", those without new rows ({OLD})", L)]
-    text += controls_section(encodings, mark, L)
-    text += rope_section(scaled, scaled_mark, L)
-    text += other_rotary_section(scaled, scaled_mark, L)
-    text += base_section(*part_of(rows, old, "base"))
-    text += finetune_section(*part_of(rows, old, "finetune"), L)
+    targets = round(first.targets_per_window)
+    text = [HEAD.format(L=L, documents=first.documents, targets=targets, windows=windows, fewer=fewer, old=OLD)]
+    text += noise_section(encodings)
+    text += encodings_section(encodings, L, heading("Encodings without scaling", encodings))
+    for rows in sources[sources.index(encodings) + 1 :]:
+        if missing := {*rows.runs("encodings")} - {*encodings.runs("encodings")}:
+            of_missing = Rows([row for row in rows.rows if row.name in missing | {"rope"}])  # rope: to compare with
+            title = f"## Encodings without scaling, those without new rows ({rows.mark})\n"
+            text += ["", *encodings_section(of_missing, L, title)]
+    text += controls_section(encodings, L)
+    text += rope_section(scaled, L)
+    text += other_rotary_section(scaled, L)
+    text += base_section(source(sources, "base"))
+    text += finetune_section(source(sources, "finetune"), L)
     return "\n".join(text) + "\n"
 
 
-def main() -> None:
-    report_command(report, "The rows of the matrix as tables", "matrix.md")
-
-
 if __name__ == "__main__":
-    user_errors_in_one_line(main)()
+    user_errors(report_command)(report, "matrix.md")

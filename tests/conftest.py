@@ -3,7 +3,6 @@
 import fcntl
 import gc
 import os
-import sys
 from pathlib import Path
 
 # Before anything imports wandb or torch
@@ -22,14 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return
     import torch
-    from hydra._internal.hydra import Hydra
 
     if not torch.cuda.is_available():  # the kernel is then tested in Triton's interpreter; read when triton is imported
         os.environ["TRITON_INTERPRET"] = "1"
-    # A Hydra main function composes all settings twice, a tenth of a second each: the first time only for `hydra.mode`,
-    # which no config of ours sets. With None it goes by the flag -m, as it then does anyway. The processes that tests
-    # start run the real one.
-    Hydra.get_mode = lambda *args, **kwargs: None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,8 +50,8 @@ def cache(request, tmp_path_factory) -> str:
 
     The first worker prepares that corpus; the lock makes the others wait instead of doing the same work.
     """
-    from conf.compose import train_settings
     from data import corpus as corpora
+    from tests.helpers import train_settings
 
     folder = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):  # a worker of pytest-xdist: its folder lies in that of all workers
@@ -72,6 +66,5 @@ def cache(request, tmp_path_factory) -> str:
 def here(tmp_path, monkeypatch, cache) -> Path:
     """An empty working folder; runs land in here/runs, the corpus cache is shared."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["test"])
     (tmp_path / ".cache").symlink_to(cache)
     return tmp_path

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.checkpoint_tokenizer import byte_letters
+from data.tokenizer import byte_letters
 from tests.hf_models import biases, transformers
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")

@@ -1,10 +1,12 @@
 """What several test files use: small models, commands in this process, and commands as a user runs them."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import importlib
 import importlib.util
+import io
 import itertools
 import math
 import os
@@ -13,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -21,24 +24,26 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from conf import compose
-from conf.eval_schema import EvalConfig, eval_config
+import eval as evaluation
+import train
+from conf import cli
+from conf.errors import UserError
 from conf.registry import ROOT, choices, yaml_values
-from conf.schema import TrainConfig, train_config
+from conf.schema import EvalConfig, TrainConfig
 from data.corpus import Document, HeldOut
+from engine.compile import compile_blocks
 from engine.run import Run
 from measure.curves import Curve, read_curve
 from measure.evaluation import Evaluation
-from model import gpt, spectrum
+from model import attention, gpt, spectrum
 from model.pos import Encoding
 from model.scaling import ContextChange, TrainedContext
 from studies import plan
+from studies.rows import Rows, study_row
 
 __all__ = ["ROOT", "choices", "eval_settings", "train_settings"]
 
@@ -46,50 +51,25 @@ __all__ = ["ROOT", "choices", "eval_settings", "train_settings"]
 
 
 @functools.cache
-def _composed(config: str, *overrides: str) -> tuple[DictConfig, DictConfig]:
-    """What compose(config, *overrides) gives, and the HydraConfig that it sets. Not to be changed: they are cached.
-
-    Composing takes a tenth of a second. So only what chooses groups (pos=rope) is composed, one time, and the other
-    settings (ctx=64) are applied to a copy by the function that Hydra applies them with; test_registry.py compares.
-    """
-    values = [o for o in overrides if re.match(r"[a-z]", o) and not (ROOT / "conf" / o.partition("=")[0]).exists()]
-    if not values:
-        return compose.compose(config, *overrides), HydraConfig.instance().cfg
-    composed, hydra = _composed(config, *(o for o in overrides if o not in values))
-    composed = copy.deepcopy(composed)
-    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), composed)
-    return composed, hydra
+def _composed(config: str, *overrides: str) -> tuple[DictConfig, Any]:
+    """What Hydra knows of a command line, and the checked settings. Not to be changed: they are cached."""
+    cfg = cli.compose(config, *overrides)
+    return HydraConfig.instance().cfg, cli.checked(config, cfg)
 
 
-def _compose_once(config: str, *overrides: str) -> DictConfig:
-    """The configuration, not to be changed. Hydra's own names these overrides, as if it had just composed them."""
-    cfg, hydra = _composed(config, *overrides)
-    OmegaConf.set_readonly(hydra.hydra, False)
-    hydra.hydra.overrides.task = list(overrides)
-    OmegaConf.set_readonly(hydra.hydra, True)
-    HydraConfig.instance().cfg = hydra  # fine-tuning asks Hydra what was chosen
-    return cfg
-
-
-def composed(config: str, *overrides: str) -> DictConfig:
-    """conf.compose.compose, but fast; every call gets its own copy."""
-    return copy.deepcopy(_compose_once(config, *overrides))
-
-
-@functools.cache
-def _checked(config: str, *overrides: str) -> TrainConfig | EvalConfig:
-    return {"train": train_config, "eval": eval_config}[config](_compose_once(config, *overrides))
+def _settings(config: str, *overrides: str) -> Any:
+    HydraConfig.instance().cfg, settings = _composed(config, *overrides)  # fine-tuning asks Hydra what was chosen
+    return copy.deepcopy(settings)
 
 
 def train_settings(*overrides: str) -> TrainConfig:
     """The settings of `python train.py OVERRIDES`; every call gets its own copy."""
-    _compose_once("train", *overrides)
-    return copy.deepcopy(_checked("train", *overrides))
+    return _settings("train", *overrides)
 
 
 def eval_settings(*overrides: str) -> EvalConfig:
     """The settings of `python eval.py OVERRIDES`; every call gets its own copy."""
-    return copy.deepcopy(_checked("eval", *overrides))
+    return _settings("eval", *overrides)
 
 
 # ---- small models ----
@@ -131,14 +111,20 @@ def random_tokens(batch: int = 2, time: int = 24) -> torch.Tensor:
     return torch.randint(50, (batch, time), generator=torch.Generator().manual_seed(1))
 
 
+def attention_output(model: gpt.GPT, tokens: torch.Tensor, change: ContextChange) -> torch.Tensor:
+    """What the first layer's attention hands to its output projection for tokens [1, T]: [T, H * D]."""
+    seen = []
+    handle = model.blocks[0].attention.out.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    model(tokens, change=change)
+    handle.remove()
+    return seen[0][0].detach()
+
+
 def compile_for(monkeypatch: pytest.MonkeyPatch, model: gpt.GPT, backend="inductor", fallback: bool = False) -> None:
     """Compile a model as training does, until the end of the test. Without the fallback an error is raised."""
-    from engine import compile as compiling
-    from model import attention
-
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     monkeypatch.setattr(attention, "attend_blocks", attention.attend_blocks)  # which compile_blocks replaces
-    compiling.compile_blocks(model, fallback)
+    compile_blocks(model, fallback)
 
 
 # ---- text, and stand-ins for trained runs ----
@@ -208,11 +194,8 @@ class StubModel:
         T, S = tokens.shape[1], targets.shape[1]
         self.seen.append(T)
         sees = torch.arange(T - S + 1, T + 1).clamp(max=change.window or T)
-        return (
-            targets / 100
-            + (sees < self.needs).float()
-            + (self.window_costs if change.window and change.window < T else 0)
-        )
+        hidden = change.window is not None and change.window < T
+        return targets / 100 + (sees < self.needs).float() + self.window_costs * hidden
 
 
 def stub_evaluation(model: object, corpus: HeldOut, folder: Path, *overrides: str, L: int = 64) -> Evaluation:
@@ -224,7 +207,7 @@ def stub_evaluation(model: object, corpus: HeldOut, folder: Path, *overrides: st
 
 # ---- curves ----
 
-A_ROW = read_curve(ROOT / "tests/data/curve_format2.jsonl").first
+A_ROW = read_curve(ROOT / "tests/data/curve.jsonl").first
 
 
 def curve_of(run: str, label: str, losses: dict[int, float], pos: str = "rope", L: int = 64, **values: Any) -> Curve:
@@ -233,21 +216,18 @@ def curve_of(run: str, label: str, losses: dict[int, float], pos: str = "rope", 
     wave = np.sin(np.arange(32) * (2 + len(label)))
     for n, loss in losses.items():
         nll = (loss * A_ROW.tokens / 32 * (1 + 0.01 * (wave - wave.mean()))).tolist()
-        row = {"run": run, "label": label, "pos": pos, "n": n, "train_ctx": L, "extended_ctx": L, "nll": nll}
+        row = {"run": run, "label": label, "pos": pos, "n": n, "train_ctx": L, "longest_trained_ctx": L, "nll": nll}
         row |= {"window": L if label == "window" else None, "loss": loss, "low": loss - 0.1, "high": loss + 0.1}
         row |= {"ppl": math.exp(loss), "bits_per_byte": loss * A_ROW.tokens / math.log(2) / A_ROW.bytes}
         rows.append(dataclasses.replace(A_ROW, **row, **values))
     return Curve(rows)
 
 
-# ---- what this machine may lack ----
-
-
-def layer_study_rows(seeds: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
+def layer_study_rows(seeds: tuple[int, ...] = (0,), loss_of: Callable[[str, str, int], float] | None = None) -> Rows:
     """Rows of the plan `layers` of studies.matrix, without a training: of every job, method and length.
 
-    The loss rises past L with the logarithm of n by another amount for each run, less with a scaling method, and not at
-    all for alibi and with the window control.
+    loss_of: of (run, label of the method, n). Otherwise the loss rises past L with the logarithm of n by another amount
+    for each run, less with a scaling method, and not at all for alibi and with the window control.
     """
     rows, jobs = [], plan.layer_jobs(plan.load_size("default"), seeds)
     slopes = dict(zip(dict.fromkeys(job.name[:-3] for job in jobs), itertools.count(1), strict=False))
@@ -257,10 +237,17 @@ def layer_study_rows(seeds: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
         for label, n in itertools.product(("none", "window", *(job.methods or ())), job.lengths):
             rise = {"none": 0.03, "window": 0.0}.get(label, 0.002) * slopes[run] * (run != "alibi")
             loss = 2.5 + 0.02 * slopes[run] + rise * max(0.0, math.log2(n / L))
-            nats = 64 * (loss + noise.normal(0, 0.01, 8))  # of documents, in one window of 64 tokens each
-            row = {"part": job.part, "name": job.name, "label": label, "n": n, "seed": job.seed, "train_ctx": L}
-            rows.append(row | {"windows": [0], "nll": nats.tolist(), "tokens": 64 * len(nats), "loss": loss})
-    return rows
+            spread = noise.normal(0, 0.01, 8)  # of documents, in one window of 64 tokens each
+            if loss_of:
+                loss, spread = loss_of(run, label, n), np.arange(8) / 1000
+            row = {"part": job.part, "run": job.name, "label": label, "n": n, "seed": job.seed, "train_ctx": L}
+            nats = 64 * (loss + spread)
+            row |= {"nll": nats.tolist(), "tokens": 64 * len(nats), "loss": nats.mean() / 64}
+            rows.append(study_row(row))
+    return Rows(rows)
+
+
+# ---- what this machine may lack ----
 
 
 def skip_unless_ci(reason: str) -> NoReturn:
@@ -283,57 +270,73 @@ def import_or_skip(module: str) -> ModuleType:
 
 def run_train(*overrides: str) -> None:
     """`python train.py exp=smoke OVERRIDES` in this process; a UserError is raised."""
-    import train
-
     train.train(train_settings("exp=smoke", *overrides))
+
+
+def run_eval(*overrides: str) -> None:
+    """`python eval.py OVERRIDES` in this process; a UserError is raised."""
+    evaluation.evaluate(eval_settings(*overrides))
 
 
 def train_smoke_runs(folder: Path, cache: str, *runs: tuple[str, ...]) -> Path:
     """Train smoke runs with these overrides in folder/runs, and return the folder. For fixtures of a whole module."""
     (folder / ".cache").symlink_to(cache)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "argv", ["test"])
+    with contextlib.chdir(folder):
         for overrides in runs:
             run_train(*overrides)
     return folder
 
 
-def run_eval(*overrides: str) -> None:
-    """`python eval.py OVERRIDES` in this process; a UserError is raised."""
-    import eval as evaluation_command
-
-    evaluation_command.evaluate(eval_settings(*overrides))
-
-
-def command(script: str, *args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess:
-    """`python SCRIPT ARGS` in a new process, as a user runs it; SCRIPT may be -m=MODULE."""
+def start(script: str, *args: str, cwd: Path | None = None, **env: str) -> subprocess.Popen:
+    """`python SCRIPT ARGS` in a new process, as a user starts it; SCRIPT may be -m=MODULE."""
     full = {**os.environ, "COLUMNS": "120", "PYTHONPATH": str(ROOT), **env}
-    start = ["-m", script.removeprefix("-m=")] if script.startswith("-m=") else [str(ROOT / script)]
-    return subprocess.run(
-        [sys.executable, *start, *args], cwd=cwd, env=full, capture_output=True, text=True, timeout=240
-    )
+    what = ["-m", script.removeprefix("-m=")] if script.startswith("-m=") else [str(ROOT / script)]
+    return subprocess.Popen([sys.executable, *what, *args], cwd=cwd, env=full, stdout=-1, stderr=-1, text=True)
 
 
-def error_of(run: Callable[[], None], argv: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """The one error line that a command's main function ends with for this command line, in this process."""
+def command(script: str, *args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
+    """The same until it ends."""
+    process = start(script, *args, cwd=cwd, **env)
+    out, err = process.communicate(timeout=240)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def wait_until(happened: Callable[[], object], seconds: float = 120) -> None:
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def run_command(main: Callable[[], None], argv: list[str], patch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+    """A command's main function with this command line, in this process: (exit code, stdout, stderr)."""
+    code, out, err = 0, io.StringIO(), io.StringIO()
     GlobalHydra.instance().clear()
-    monkeypatch.setattr(sys, "argv", ["script.py", *argv])
-    with pytest.raises(SystemExit) as stop:
-        run()
-    message = stop.value.code
-    assert isinstance(message, str), message  # sys.exit(text) prints it to stderr and exits with 1
-    assert message.startswith("error: ") and "\n" not in message and len(message) < 400, message
+    patch.setattr(sys, "argv", ["command.py", *argv])
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+def error_of(main: Callable[[], None], argv: list[str], patch: pytest.MonkeyPatch) -> str:
+    """The one error line that a command ends with for this command line, in this process."""
+    code, _, err = run_command(main, argv, patch)
+    assert code == 1 and "Traceback" not in err, err
+    (message,) = (line for line in err.splitlines() if line.startswith("error: "))
+    assert len(message) < 400
     return message
 
 
-def one_line_error(done: subprocess.CompletedProcess) -> str:
-    """The one line by which a command ended with exit code 1; no traceback."""
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    lines = [line for line in re.split(r"[\r\n]+", done.stderr) if line.startswith("error: ")]
-    assert len(lines) == 1, done.stderr
-    return lines[0].removeprefix("error: ")
+def line_of(call: Callable, *args: Any) -> str:
+    """The message of the UserError that this call ends with, which a command shows as its one line."""
+    with pytest.raises(UserError) as stop:
+        call(*args)
+    message = str(stop.value)
+    assert "\n" not in message, message
+    return message
 
 
 def write_documents(folder: Path) -> None:

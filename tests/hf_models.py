@@ -14,9 +14,10 @@ import pytest
 import tokenizers
 import torch
 
-import hf.read as reading
 from conf.schema import TrainConfig
-from hf import write
+from data.tokenizer import byte_letters
+from hf.checkpoint import open_folder
+from hf.open import read_checkpoint
 from model import gpt
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle of these tests: pip install it")
@@ -157,13 +158,18 @@ def edit(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def read(folder: Path, ctx: int, train_ctx: int | None = None) -> tuple[TrainConfig, dict[str, torch.Tensor], int]:
+    """`read_checkpoint` of a Hugging Face folder."""
+    return read_checkpoint(open_folder(folder), ctx, train_ctx)
+
+
 def our_logits(folder: Path, train_ctx: int | None = None, ctx: int = 96) -> Callable[[torch.Tensor], torch.Tensor]:
     """tokens -> the logits in float64 of our GPT with the weights in folder, scaled as config.json says."""
-    return logits_of(*reading.read(folder, ctx, train_ctx))
+    return logits_of(*read(folder, ctx, train_ctx))
 
 
 def logits_of(cfg: TrainConfig, weights: dict[str, torch.Tensor], vocab_size: int) -> Callable:
-    """Like `our_logits`, from what hf.read.read returns."""
+    """Like `our_logits`, from what `read` returns."""
     model = gpt.from_weights(cfg, vocab_size, weights).double().eval()
 
     def logits(tokens):
@@ -192,10 +198,34 @@ def difference(computed: Callable, model: torch.nn.Module, n: int) -> tuple[floa
     return (computed(tokens(n)) - expected).abs().max().item(), expected.abs().max().item()
 
 
+def assert_equal(computed: Callable, model: torch.nn.Module, lengths: tuple[int, ...] = LENGTHS) -> str:
+    """The logits are those of transformers' model at these lengths; returns a line of a table."""
+    cells = []
+    for n in lengths:
+        error, largest = difference(computed, model, n)
+        assert error <= 1e-4 and largest > 0.5, (n, error, largest)
+        cells.append(f"{error:.1e} ({largest:.0f})".rjust(17))
+    return "".join(cells)
+
+
+def load(folder: Path) -> torch.nn.Module:
+    """The model of transformers in a folder."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def save_complete(family: str, folder: Path = Path("model")) -> None:
+    """A random checkpoint of 301 tokens with a tokenizer."""
+    name, settings = CASES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**settings, "vocab_size": 301, "initializer_range": 0.1})
+    biases(transformers.AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
+    with_tokenizer(folder)
+
+
 def with_tokenizer(folder, kind: str = "bytes"):
     """A tokenizer.json beside the model: byte-level, or as SentencePiece's with byte fallback."""
     if kind == "bytes":
-        t = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(write.byte_letters())}, []))
+        t = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(byte_letters())}, []))
         t.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         t.decoder = tokenizers.decoders.ByteLevel()
     else:
@@ -206,4 +236,5 @@ def with_tokenizer(folder, kind: str = "bytes"):
         n, d = tokenizers.normalizers, tokenizers.decoders
         t.normalizer = n.Sequence([n.Prepend("\u2581"), n.Replace(" ", "\u2581")])
         t.decoder = d.Sequence([d.Replace("\u2581", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)])
+    t.add_special_tokens(["<eos>"])
     t.save(str(folder / "tokenizer.json"))

@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from model import attention, gpt
-from model.attention import Heads
-from model.position_maps import Clipped
-from model.region_attention import attend_regions
+from model.attention import Heads, attend_blocks
+from model.regions import Clipped
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
-from tests.helpers import UNLIMITED, choices, encoding_of, model_of, more_positions, random_tokens
+from tests.helpers import UNLIMITED, attention_output, choices, encoding_of, model_of, more_positions, random_tokens
 
 # ---- every encoding, with and without a window ----
 
@@ -35,7 +34,7 @@ def test_blocked_and_written_out_attention_equal_the_plain_formula(pos, window, 
         q, k, v = heads.q, heads.k, heads.v
         T, window = q.shape[2], change.window
         distance = torch.arange(T)[:, None] - torch.arange(T)
-        outside = (distance >= (window or T)) & (torch.arange(T) >= change.sinks)
+        outside = (distance >= (window or T)) & (torch.arange(T) >= change.always_visible + heads.prepended)
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
         bias = pos.bias(positions, positions)
         scores = scores if bias is None else scores + bias
@@ -77,7 +76,7 @@ def test_tokens_that_cannot_reach_the_scored_ones_through_windows_are_left_out(p
             assert ((model(other, change=change)[:, -last:] - want).abs().max() > 1e-12) == reaches
         # Keys that every query sees reach from any distance
         processed.clear()
-        model.last_logits(tokens, last, ContextChange(window=5, sinks=1))
+        model.last_logits(tokens, last, ContextChange(window=5, always_visible=1))
         assert processed[0].shape[1] == 40
 
 
@@ -100,7 +99,7 @@ def test_the_memory_of_rerope_is_linear_in_the_length():
         q, k, v, q_far, k_far = torch.zeros(5, 1, 1, T, 8).unbind()
         heads, change = Heads(q, k, v, [(q_far, k_far)]), ContextChange(position_map=Clipped(64))
         with torch.inference_mode(), torch.profiler.profile(profile_memory=True) as profile:
-            attend_regions(heads, encoding_of("rope"), torch.arange(T), change, None)
+            attend_blocks(heads, encoding_of("rope"), torch.arange(T), change)
         events = profile.profiler.kineto_results.events()
         return max(itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
 
@@ -136,20 +135,6 @@ def dense(model: gpt.GPT, x: torch.Tensor, scores: Scores) -> torch.Tensor:
     T = x.shape[1]
     s = s.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
     return (s.softmax(-1) @ v[0].transpose(0, 1)).transpose(0, 1).flatten(1)
-
-
-def attention_output(model: gpt.GPT, x: torch.Tensor, change: ContextChange) -> torch.Tensor:
-    """What the first layer's attention hands to its output projection, [T, H * D]."""
-    seen = []
-
-    def keep(module, inputs):
-        seen.append(inputs[0])
-
-    handle = model.blocks[0].attention.out.register_forward_pre_hook(keep)
-    with torch.no_grad():
-        model(x, change=change)
-    handle.remove()
-    return seen[0][0]
 
 
 def rotated_scores(inv_freq: torch.Tensor, relative: torch.Tensor) -> Scores:
@@ -202,6 +187,3 @@ def test_logn_multiplies_queries_past_L():
     rotated = rotated_scores(model.pos.inv_freq, r)
     want = dense(model, x, lambda q, k: rotated(q, k) * factor[:, None])
     assert (attention_output(model, x, change) - want).abs().max() < 1e-5
-
-
-# ---- compiled for evaluation ----

@@ -1,49 +1,66 @@
-"""The benchmarks of training steps, and what their rows say about where they come from."""
+"""The benchmarks at toy size on a CPU: what they run, and the rows that they write."""
 
-import csv
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._dynamo.exc import TorchDynamoException
 
-from bench import encodings, gpu_step, nanogpt, rope, rows, step, step_parts
-from conf.errors import UserError
-from engine.code_version import commit
+from bench import nanogpt, rope, step
+from bench.accuracy import ARITHMETIC, errors
+from data import corpus as corpora
+from engine.files import commit
+from kernels import rope as rotary_op
+from tests import conftest
+from tests.helpers import ROOT, command, train_settings
+
+TINY = "exp=smoke model.width=32 ctx=16 batch_tokens=32 micro_tokens=32 device=cpu"
 
 
-def test_the_speed_of_encodings_is_measured_in_turns_and_relative_to_rope(tmp_path, monkeypatch, capsys):
-    """At a tiny size: models with a schedule, with parameters in each layer, and with several settings are trained."""
-    sizes = "exp=smoke model.width=32 ctx=16 batch_tokens=32 micro_tokens=32"
-    names = ["pos=fox", "layers=swan", "pos=rope pos.base=500"]
-    argv = ["encodings", *names, "--common", sizes, "--rounds", "2", "--steps", "1", "--out", str(tmp_path / "rows")]
-    monkeypatch.setattr(step, "VOCAB", 64)
-    monkeypatch.setattr(sys, "argv", argv)
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_steps_are_measured_in_turns_and_relative_to_the_first(tmp_path, monkeypatch):
+    """Also a schedule, parameters in each layer, and several settings; the vocabulary is that of train.py."""
+    names = [f"{TINY} {settings}" for settings in ("pos=rope", "pos=fox", "layers=swan", "pos=rope pos.base=500")]
+    out = tmp_path / "rows"
+    monkeypatch.setattr(sys, "argv", ["step", *names, "--rounds", "1", "--ceilings", "--out", str(out)])
+    monkeypatch.setattr(step, "peak_flops", lambda *args: 1e12)
     for _ in range(2):
-        encodings.main()
-    first, second = (json.loads(line) for line in (tmp_path / "rows").read_text().splitlines())
-    assert list(first["relative"]) == list(first["tokens_per_s"]) == ["pos=rope", *names]
-    assert first["relative"]["pos=rope"] == 1 and (first["ctx"], first["width"], first["layers"]) == (16, 32, 2)
-    for name, value in second["relative"].items():
-        assert value == pytest.approx(second["tokens_per_s"][name] / second["tokens_per_s"]["pos=rope"], rel=0.05)
-    assert "'pos=rope pos.base=500'" in first["command"] and "layers=swan" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [*argv, "--rounds", "0"])
-    with pytest.raises(UserError, match="--rounds=0: must be at least 1"):
-        encodings.main()
+        step.main()
+    first, row = rows_of(out)
+    assert [row[key] for key in ("layers", "width", "ctx", "batch_tokens", "vocabulary")] == [2, 32, 16, 32, 512]
+    assert row["command"] and row["commit"] and first.keys() == row.keys() >= {"copy_gb_per_s", "tflop_per_s"}
+    assert list(row["relative"]) == list(row["mfu"]) == names and row["relative"][names[0]] == 1
+    for name, value in row["relative"].items():
+        assert value == pytest.approx(row["tokens_per_s"][name] / row["tokens_per_s"][names[0]], rel=0.01)
 
 
-def test_steps_run_in_turns_and_their_medians_are_compared(monkeypatch):
+def test_the_benchmark_has_the_vocabulary_that_exp_gpt2_trains_with(here):
+    """GPT-2's 50,257 tokens in a multiple of 64, as that of every prepared corpus."""
+    assert step.sizes(train_settings("exp=gpt2", "dtype=float32"))["vocabulary"] == 50_304
+    (here / "docs").mkdir()
+    for i in range(3):
+        (here / f"docs/{i}.txt").write_text(f"document {i}, a short one")
+    cfg = train_settings("data=text", "data.files=docs/*.txt", "data.tokenizer=bytes", "data.vocab_size=257")
+    assert corpora.prepare(cfg.data, "cache").vocab_size == step.sizes(cfg)["vocabulary"] == 320
+
+
+def test_the_median_of_each_step_counts(monkeypatch):
     clock, order = [0.0], []
     monkeypatch.setattr(step.time, "perf_counter", lambda: clock[0])
 
     def takes(name: str, seconds: list[float]):
-        def run() -> None:
+        def run() -> torch.Tensor:
             order.append(name)
             clock[0] += seconds[order.count(name) - 1]
+            return torch.zeros(())
 
         return run
 
@@ -52,20 +69,85 @@ def test_steps_run_in_turns_and_their_medians_are_compared(monkeypatch):
     assert "".join(order) == "aaabbb" + "aabb" * 2
 
 
-def test_kernels_belong_to_the_part_that_they_are_of():
-    names = {
-        "aten::mm": "matrix products",
-        "aten::bmm": "attention",
-        "graph_0_cpp_fused__softmax_backward_data_mul_view_4": "attention",
-        "graph_0_cpp_fused__to_copy__unsafe_view_gelu_gelu_backward_view_1": "gelu",
-        "graph_0_cpp_fused__unsafe_view_add_mul_sigmoid_5": "gelu",
-        "graph_0_cpp_fused__to_copy_add_mean_mul_pow_rsqrt_t_0": "other kernels",
-        "graph_1_cpp_fused__log_softmax__to_copy_nll_loss_forward_1": "loss",
-        "aten::_fused_adamw_": "optimizer",
-        "aten::mul_": "optimizer",
-        "CompiledFunctionBackward": None,
-    }
-    assert {name: step_parts.part_of(name) for name in names} == names
+@pytest.mark.filterwarnings("ignore:.*skipped")
+def test_every_peer_of_the_rotary_op_is_a_row_and_one_that_fails_is_a_line(tmp_path, monkeypatch, capsys):
+    """Without a GPU nothing is timed or compiled. Our results are those of the peers."""
+    monkeypatch.setattr(rotary_op, "kernel", "torch")
+    monkeypatch.setattr(rope, "microseconds", lambda calls: float(len([call() for call in calls])))
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
+    peers = rope.peers
+
+    def some_fail(R: int, T: int, device: str):
+        return {**peers(R, T, device), "broken": lambda q, k: 1 / 0}
+
+    monkeypatch.setattr(rope, "peers", some_fail)
+    rope.measure_shape((1, 16, 2, 2, 16, 16), "cpu", tmp_path / "rows")
+    rows = rows_of(tmp_path / "rows")
+    names = [row["what"] for row in rows]
+    assert {"device copy", "ours", "ours, interleaved", "ours, rope_packed"} <= {*names} and names.count("ours") == 6
+    assert all(row["us"] == 2 and row["of_copy"] > 0 for row in rows)
+    assert "broken: failed (ZeroDivisionError" in capsys.readouterr().out and "broken" not in names
+    q, k = torch.randn(2, 1, 16, 2, 16)
+    for name, rotate in peers(16, 16, "cpu").items():
+        if "interleaved" not in name and "Liger" not in name:
+            y = rotate(q, k)[0]
+            right = peers(16, 16, "cpu")["ours"](q, k)[0]
+            assert torch.allclose(y if y.shape == right.shape else y.transpose(1, 2), right, atol=0.05), name
+
+
+def test_our_arithmetic_is_as_exact_at_a_million_as_at_0_and_that_of_float32_angles_is_not():
+    def error(name: str, start: int, dtype: torch.dtype = torch.float32) -> dict[str, float]:
+        return errors(ARITHMETIC[name], start, dtype)
+
+    for start in (0, 8192, 131_072, 1_000_000):
+        assert error("ours", start)["error"] < 1e-6 and error("ours", start, torch.bfloat16)["wrong"] < 5e-4
+        assert error("Liger (emulated)", start, torch.bfloat16)["wrong"] > 0.2
+    assert error("ours", 10**6)["rms"] < 1.5 * error("ours", 0)["rms"]
+    assert error("float32 angles", 10**6)["error"] > 1e-2
+
+
+@pytest.mark.process
+def test_the_row_beside_nanogpt(here, monkeypatch):
+    """A stand-in for its train.py sees our text and sizes. Ours really trains: too few steps to compile."""
+    (here / "nanoGPT").mkdir()
+    (here / "nanoGPT/train.py").write_text("""
+import pickle, sys
+from pathlib import Path
+settings = dict(x.removeprefix("--").split("=", 1) for x in sys.argv[1:])
+data, steps = Path(settings["dataset"]), int(settings["max_iters"])
+assert pickle.loads((data / "meta.pkl").read_bytes()) == {"vocab_size": 512}
+assert (data / "train.bin").stat().st_size > 1000 and settings["n_embd"] == "32" and settings["batch_size"] == "2"
+for i in range(steps + 1):
+    print(f"iter {i}: loss 5.0, time {1000 if i < 3 else 8:.2f}ms, mfu 1%")
+""")
+    out = here / "rows"
+    argv = ["nanogpt", "nanoGPT", *TINY.split(), "--steps", "4", "--rounds", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", argv)
+    nanogpt.main()
+    (row,) = rows_of(out)
+    speed = row["tokens_per_s"]
+    assert speed["nanoGPT"] == speed["nanoGPT, compiled"] == 4000 and speed["ours"] > 0 and row["ctx"] == 16
+    assert row["ratio"]["nanoGPT"] == pytest.approx(speed["ours"] / 4000, abs=0.01) and row["ratio"]["ours"] == 1
+
+
+@pytest.mark.process
+def test_the_rotary_benchmark_without_a_gpu_says_so():
+    done = command("-m=bench.rope", cwd=ROOT)
+    if not torch.cuda.is_available():
+        assert done.returncode == 1 and done.stderr.startswith("error: bench.rope needs a CUDA GPU")
+
+
+def test_gpu_check_runs_commands_that_exist():
+    def printed(*steps: str) -> str:
+        argv = ["bash", str(ROOT / "bench/gpu_check.sh"), *steps]
+        done = subprocess.run(argv, env={**os.environ, "PYTHON": "echo"}, capture_output=True, text=True)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        return done.stdout
+
+    modules = re.findall(r"^-m (\S+)", printed(), re.MULTILINE)
+    assert len(modules) == 6 and "pytest -q -n 0 -m gpu" in printed()
+    assert all((ROOT / (name.replace(".", "/") + ".py")).exists() for name in modules if name != "pytest")
+    assert printed("rope").startswith("-m bench.rope ") and len(printed("rope").splitlines()) == 2
 
 
 def test_a_row_names_the_commit_and_whether_the_code_differs_from_it(tmp_path):
@@ -89,95 +171,14 @@ def test_a_row_names_the_commit_and_whether_the_code_differs_from_it(tmp_path):
     assert commit(tmp_path) == name + "+"
 
 
-def cut(table: Path, rows: int) -> None:
-    """Leave the header and so many rows."""
-    table.write_text("".join(table.read_text().splitlines(keepends=True)[: 1 + rows]))
+def test_tests_marked_gpu_and_slow_run_with_the_tests_marked_gpu():
+    """And neither runs without -m."""
 
+    def selected(named: str) -> list[str]:
+        markers = ["", "gpu", "slow", "gpu slow", "slow gpu"]
+        items = [SimpleNamespace(name=m, get_closest_marker=m.split().count) for m in markers]
+        hook = SimpleNamespace(pytest_deselected=lambda items: None)
+        conftest.pytest_collection_modifyitems(SimpleNamespace(getoption=lambda name: named, hook=hook), items)
+        return [item.name for item in items if item.name]
 
-def column(table: Path, name: str) -> list[str]:
-    with table.open() as file:
-        return [row[name] for row in csv.DictReader(file)]
-
-
-def test_a_table_of_the_rotary_op_gets_only_the_rows_that_it_lacks(tmp_path, monkeypatch, capsys):
-    """Nor are errors measured without need. Rows of another commit are others."""
-    table, measured, rotate = tmp_path / "rows.csv", [], lambda q, k: (q + 1, k + 1)
-    monkeypatch.setattr(rope, "peers", lambda *args: {"a": rotate, "b": rotate})
-    monkeypatch.setattr(rope, "errors", lambda name, *rest: measured.append(name) or (0.0, 0.0, 0.0))
-
-    def call() -> str:
-        measured.clear()
-        rope.gpu(device="cpu", out=str(table))
-        return capsys.readouterr().out.splitlines()[-1]
-
-    assert call() == f"15 rows appended to {table}" and measured == ["a", "b"]
-    assert call() == f"0 rows appended to {table}" and measured == []
-    whole = column(table, "what")
-    cut(table, 8)  # in the midst of b
-    assert call() == f"7 rows appended to {table}" and measured == ["b"]
-    assert column(table, "what") == whole == ["device copy", *6 * "a", *6 * "b", *2 * ["ours, rope_packed"]]
-    monkeypatch.setattr(rows, "commit", lambda: "another")
-    assert call() == f"15 rows appended to {table}"
-
-
-def test_a_table_of_training_steps_gets_only_the_rows_that_it_lacks(tmp_path, monkeypatch):
-    """The first row comes after the profile, and again if the profile is not there."""
-    table, profile = tmp_path / "rows.csv", tmp_path / "profile.txt"
-    monkeypatch.setattr(gpu_step, "our_step", lambda *args: (lambda: torch.ones(2) + 1, 64, 1000))
-    monkeypatch.setattr(gpu_step, "nanogpt_step", gpu_step.our_step)
-    monkeypatch.setattr(sys, "argv", ["gpu_step", "--device", "cpu", "--out", str(table), "--profile", str(profile)])
-    names = ["ours, kernel=torch", "nanoGPT, 2 rows"]
-    for kept in (None, 2, 1):
-        if kept:
-            cut(table, kept)
-        gpu_step.main()
-        assert column(table, "what") == names and "aten::add" in profile.read_text()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        table.unlink()
-        profile.unlink()
-        patch.setattr(gpu_step.torch.profiler, "profile", interrupted)
-        gpu_step.main()
-    assert not table.exists()
-    gpu_step.main()
-    assert column(table, "what") == names and profile.exists()
-    profile.unlink()  # as after a first call without --profile
-    gpu_step.main()
-    assert column(table, "what") == [*names, names[0]] and profile.exists()
-
-
-def interrupted() -> None:
-    raise KeyboardInterrupt
-
-
-def test_parts_of_a_step_whose_compilation_failed_are_no_row(tmp_path, monkeypatch):
-    def compile_fails(function, **options):
-        def call(*args, **kwargs):
-            raise TorchDynamoException("no compiler")
-
-        return call
-
-    monkeypatch.setattr(torch, "compile", compile_fails)
-    for module, name, value in (
-        (step, "VOCAB", 64), (step_parts, "VOCAB", 64), (step_parts, "STEPS", 1), (step_parts, "ROOT", tmp_path),
-        (step_parts, "ceilings", lambda dtype: {"tflop_per_s": 1.0, "copy_gb_per_s": 1.0}),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, value)
-    sizes = ["exp=smoke", "model.width=32", "ctx=16", "batch_tokens=32", "micro_tokens=32"]
-    monkeypatch.setattr(sys, "argv", ["step_parts", *sizes])
-    with pytest.raises(TorchDynamoException, match="no compiler"):
-        step_parts.main()
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_row_beside_nanogpt_has_the_whole_command(tmp_path, monkeypatch):
-    (tmp_path / "configurator.py").touch()
-    out = tmp_path / "rows.jsonl"
-    argv = ["nanogpt", str(tmp_path), "ctx=128", "--steps", "6", "--rounds", "1", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(nanogpt, "write_data", lambda *args: None)
-    monkeypatch.setattr(nanogpt, "nanogpt", lambda *args, **options: 100.0)
-    monkeypatch.setattr(nanogpt, "ours", lambda *args: 150.0)
-    nanogpt.main()
-    row = json.loads(out.read_text())
-    assert row["command"] == "python -m bench.nanogpt NANOGPT ctx=128 --steps 6 --rounds 1"
-    assert row["ratio"] == {"nanoGPT": 1.5, "nanoGPT, compiled": 1.5} and row["ctx"] == 128
+    assert selected("gpu") == ["gpu", "gpu slow", "slow gpu"] and selected("slow") == ["slow"] and selected("") == []

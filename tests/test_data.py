@@ -1,20 +1,25 @@
-"""Corpora, tokenizers, the cache and batches."""
+"""Corpora, tokenizers, the cache, batches and training positions."""
 
 import inspect
+import json
+import shutil
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from conf.errors import UserError
+import train
 from conf.registry import choices, load_kind, yaml_values
-from data import batches, corpus as corpora, preparation, tokenizer
-from data.batches import batch
+from data import batches, corpus as corpora, tokenizer
+from data.batches import batch, cut_rows, row_length, training_positions
 from data.corpora import sympy
 from data.held_out import long_documents, validation_windows
-from tests.helpers import train_settings
+from tests.helpers import line_of, train_settings
 
 TEXT = {"kind": "text", "files": "docs/*.txt", "tokenizer": "bpe", "vocab_size": 300, "holdout": 2}
 
@@ -39,16 +44,15 @@ def test_sympy_is_154_long_files():
 
 def test_sympy_says_what_to_install_when_it_differs(monkeypatch):
     monkeypatch.setattr(sympy, "SHA256", "0" * 64)
-    with pytest.raises(UserError, match=r"pip install -I sympy==1\.14\.0"):
-        list(sympy.documents())
+    assert line_of(sympy.documents).endswith("pip install -I sympy==1.14.0")
 
 
 def test_split_holds_out_whole_documents_from_the_longest_down():
     documents = [(f"d{i}", "x" * (i + 1)) for i in range(10)]
-    train, held_out = preparation.split(documents, 3)
+    train, held_out = corpora.split(documents, 3)
     assert [name for name, _ in held_out] == ["d9", "d6", "d3"]
     assert sorted(train + held_out) == sorted(documents)
-    assert len(preparation.split(documents, 100)[1]) == 4
+    assert len(corpora.split(documents, 100)[1]) == 4
 
 
 def test_a_corpus_says_which_tokens_repeat_training_text(docs):
@@ -59,15 +63,6 @@ def test_a_corpus_says_which_tokens_repeat_training_text(docs):
         tokens = document.tokens.tolist()
         assert document.copied.tolist() == [tuple(tokens[max(0, i - 7) : i + 1]) in grams for i in range(len(tokens))]
     assert any(document.copied.any() for document in corpus.held_out)
-
-
-def test_default_corpus_has_room_for_long_contexts(here):
-    corpus = corpora.prepare(train_settings().data, ".cache")
-    lengths = [len(d.tokens) for d in corpus.held_out]
-    assert len(lengths) == 32 and sum(n > 8192 for n in lengths) == 32
-    assert sum(n > 16384 for n in lengths) >= 24 and sum(n > 32768 for n in lengths) >= 6
-    n_bytes = sum(corpus.token_bytes[d.tokens].sum() for d in corpus.held_out)
-    assert n_bytes / sum(lengths) > 2.5  # bytes per token
 
 
 def test_prepared_tokens_decode_to_the_documents(docs):
@@ -94,46 +89,88 @@ def test_the_vocabulary_is_trained_on_training_documents_only(docs):
     assert b"zq" not in corpus.encoding._mergeable_ranks
 
 
-def test_cache_is_reused_keyed_and_rebuilt_when_damaged(docs, capsys):
-    """In its own cache: other tests read the shared one at the same time."""
+def only_folder() -> Path:
+    (folder,) = (path for path in Path("mine").iterdir() if "." not in path.name)  # a dot: of a temporary folder
+    return folder
+
+
+def test_the_cache_is_reused_and_keyed(docs, capsys):
     first = corpora.prepare(TEXT, "mine")
-    assert "preparing" not in capsys.readouterr().err
-    again = corpora.prepare(TEXT, "mine")
-    assert again.key == first.key and capsys.readouterr().err == ""
-    folder = next(Path("mine").glob(f"*{first.key}"))
-    for name, content in (
-        ("val.bin", b"\0" * 10),
-        ("train.bin", None),
-        ("meta.json", b"{"),
-        ("ranks.tiktoken", b"nonsense"),
-    ):
-        if content is None:
-            (folder / name).unlink()
-        else:
-            (folder / name).write_bytes(content)
-        rebuilt = corpora.prepare(TEXT, "mine")
-        assert "damaged" in capsys.readouterr().err
-        assert np.array_equal(rebuilt.train, first.train)
+    assert "training documents" in capsys.readouterr().err
+    assert corpora.prepare(TEXT, "mine").key == first.key and capsys.readouterr().err == ""
     others = [{**TEXT, "vocab_size": 301}, {**TEXT, "tokenizer": "bytes"}, {**TEXT, "holdout": 1}]
     assert len({corpora.prepare(cfg, "mine").key for cfg in [TEXT, *others]}) == 4
     (docs / "0.txt").write_text("changed")
     assert corpora.prepare(TEXT, "mine").key != first.key
-    assert not [p for p in Path("mine").iterdir() if "." in p.name]  # no temporary folder is left
+    assert not list(Path("mine").glob("*.*"))  # no temporary folder is left
+
+
+def test_the_default_corpus_is_the_one_that_published_runs_name_and_has_room_for_long_contexts(here):
+    corpus = corpora.prepare(train_settings().data, "mine")
+    assert corpus.key == "d34c79c19cbbafbd" and only_folder().name == "sympy-bpe-d34c79c19cbbafbd"
+    meta = json.loads((only_folder() / "meta.json").read_text())
+    assert meta["sum"].startswith("23542d084b4787aea34d92eb4fbd")  # of the checksums of all files
+    lengths = [len(d.tokens) for d in corpus.held_out]
+    assert [sum(n > limit for n in lengths) for limit in (8192, 16384, 32768)] == [32, 27, 7] and len(lengths) == 32
+    assert sum(corpus.token_bytes[d.tokens].sum() for d in corpus.held_out) / sum(lengths) > 2.5  # bytes per token
+
+
+def edit_meta(change: Callable[[dict], object]) -> None:
+    path = only_folder() / "meta.json"
+    meta = json.loads(path.read_text())
+    change(meta)
+    path.write_text(json.dumps(meta))
+
+
+DAMAGES: dict[str, Callable[[], object]] = {
+    "a shorter file": lambda: (only_folder() / "val.bin").write_bytes(b"\0" * 10),
+    "a changed file": lambda: (only_folder() / "train.bin").open("r+b").write(b"\1\0\2"),
+    "a missing file": lambda: (only_folder() / "copied.bin").unlink(),
+    "no meta.json": lambda: (only_folder() / "meta.json").unlink(),
+    "another dtype": lambda: edit_meta(lambda meta: meta.update(dtype="uint32")),
+    "no sum": lambda: edit_meta(lambda meta: meta.pop("sum")),
+    "no JSON": lambda: (only_folder() / "meta.json").write_text("{"),
+    "no object": lambda: (only_folder() / "meta.json").write_text("[]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cache_is_neither_used_nor_deleted(damage, docs):
+    train = corpora.prepare(TEXT, "mine").train.tolist()
+    DAMAGES[damage]()
+    assert line_of(corpora.prepare, TEXT, "mine").startswith(f"{only_folder()}: ")
+    shutil.rmtree(only_folder())
+    assert corpora.prepare(TEXT, "mine").train.tolist() == train
+
+
+def test_the_folder_of_a_faster_process_is_used(docs, monkeypatch):
+    """It appears while this process builds its own, which is dropped."""
+    write = corpora._write
+
+    def write_while_another_process_finishes(*args) -> None:
+        write(*args)
+        with monkeypatch.context() as patch:
+            patch.setattr(corpora, "_write", write)
+            corpora.prepare(TEXT, "mine")
+            (only_folder() / "theirs").touch()
+
+    monkeypatch.setattr(corpora, "_write", write_while_another_process_finishes)
+    corpora.prepare(TEXT, "mine")
+    assert (only_folder() / "theirs").exists()
 
 
 def test_a_cache_that_cannot_be_written_is_one_clear_error(docs):
     Path("blocked").write_text("a file where the cache folder should be")
-    with pytest.raises(UserError, match=r"cache=blocked: text-bpe-.*: Not a directory"):
-        corpora.prepare(TEXT, "blocked")
+    assert line_of(corpora.prepare, TEXT, "blocked").startswith("cache=blocked: ")
 
 
 def test_bytes_and_bpe_round_trip_any_text(docs):
     text = "def f(x):\n    return 'ünï' + x  # 1234567\t\r\n\n\n"
-    for kind in ("bytes", "bpe"):
+    for kind in ("bpe", "bytes"):
         encoding = corpora.prepare({**TEXT, "tokenizer": kind}, ".cache").encoding
-        assert encoding.decode(encoding.encode_ordinary(text)) == text
-    byte_tokens = corpora.prepare({**TEXT, "tokenizer": "bytes"}, ".cache").encoding.encode_ordinary(text)
-    assert byte_tokens == list(text.encode())
+        tokens = encoding.encode_ordinary(text)
+        assert encoding.decode(tokens) == text
+    assert tokens == list(text.encode())  # of the bytes
 
 
 @pytest.mark.parametrize("name", choices("data"))
@@ -147,31 +184,38 @@ def test_every_corpus_takes_the_settings_of_its_yaml(name):
 
 
 @pytest.mark.parametrize(
-    "files, content, message",
+    "files, content, named",
     [
-        ("nothing/*.txt", None, r"data\.files=nothing/\*\.txt: matches no file"),
-        ("docs/1.txt", None, "matches one file; at least 2"),
-        ("docs/*", b"\xff\xfe\x00abc", r"docs/bad is not UTF-8 text \(byte 0\)"),
-        ("docs/*", b"abc\0def", "docs/bad holds NUL bytes"),
-        (None, None, r"data=text needs data\.files"),
+        ("nothing/*.txt", b"", "data.files=nothing/*.txt: "),  # matches no file
+        ("docs/1.txt", b"", "data.files=docs/1.txt: "),  # one file: none could be held out
+        ("docs/*", b"\xff\xfe\x00abc", "data.files: docs/bad is not UTF-8 text (byte 0)"),
+        ("docs/*", b"abc\0def", "data.files=docs/bad: "),
+        (None, b"", "data.files=None: "),
     ],
 )
-def test_bad_globs_and_files(docs, files, content, message):
-    if content is not None:
-        (docs / "bad").write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        corpora.prepare({**TEXT, "files": files}, ".cache")
+def test_bad_globs_and_files(docs, files, content, named):
+    (docs / "bad").write_bytes(content)
+    assert line_of(corpora.prepare, {**TEXT, "files": files}, ".cache").startswith(named)
     assert not list(Path(".cache").glob("text-bpe-*.*"))
+
+
+def test_gpt2_tokenizer_without_network_is_one_line(docs, monkeypatch):
+    """For real: a proxy that refuses stands for a machine with no network."""
+    for name in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "empty")
+    assert line_of(corpora.prepare, {**TEXT, "tokenizer": "gpt2"}, ".cache").startswith("data.tokenizer=gpt2: ")
+    assert not list(Path(".cache").glob("text-gpt2*"))
 
 
 def test_documents_tokenised_in_parts_give_the_same_corpus(docs, monkeypatch):
     at_once = corpora.prepare(TEXT, "one").train
-    monkeypatch.setattr(preparation, "DOCUMENTS_AT_ONCE", 3)
+    monkeypatch.setattr(corpora, "DOCUMENTS_AT_ONCE", 3)
     in_parts = corpora.prepare(TEXT, "two").train
     assert len(at_once) > 100 and np.array_equal(at_once, in_parts)
 
 
-# ---- batches and targets ----
+# ---- batches and windows ----
 
 
 def test_batch_is_a_pure_function_of_seed_and_step():
@@ -196,18 +240,13 @@ def test_an_epoch_visits_every_window_one_time():
 
 
 def test_streams_and_documents_that_are_too_short_are_refused(docs):
-    with pytest.raises(UserError, match="ctx=16: the training split has 30 tokens and must have more than 32"):
-        batch(np.arange(30), 0, seed=0, size=1, ctx=16)
+    assert line_of(lambda: batch(np.arange(30), 0, seed=0, size=1, ctx=16)).startswith("ctx=16: the training split")
     corpus = corpora.prepare(TEXT, ".cache")
     longest = max(len(d.tokens) for d in corpus.held_out)
     assert [len(d.tokens) for d in long_documents(corpus, longest - 1, 9)] == [longest]
     assert [d.name for d in long_documents(corpus, 1, 1)] == [corpus.held_out[0].name]
-    with pytest.raises(
-        UserError, match=f"ctx={longest}: the longest held-out document of this corpus allows {longest - 1}"
-    ):
-        long_documents(corpus, longest, 9)
-    with pytest.raises(UserError, match="longest held-out document"):
-        validation_windows(corpus, 10**6, 4)
+    for use in (long_documents, validation_windows):
+        assert line_of(use, corpus, longest, 9).startswith(f"ctx={longest}: the longest held-out document")
 
 
 def test_validation_windows_are_held_out_text_and_never_cross_documents(docs):
@@ -217,3 +256,72 @@ def test_validation_windows_are_held_out_text_and_never_cross_documents(docs):
     for w in windows.tolist():
         assert any(w == d[i : i + 21] for d in documents for i in range(len(d)))
     assert len({tuple(w) for w in windows.tolist()}) == 10
+
+
+# ---- ctx_start=: rows that are short at first ----
+
+
+def test_lengths_grow_linearly_from_the_first_to_all_tokens():
+    lengths = [row_length(step, 100, 256, 32, 0.6) for step in range(100)]
+    assert lengths[0] == 32 and set(lengths[60:]) == {256} and lengths[59] == 128
+    assert lengths == sorted(lengths) and set(lengths) == {32, 64, 128, 256}
+    # 32 + 224 step / 60 reaches 64 at step 8.6 and 128 at step 25.7
+    assert (lengths.index(64), lengths.index(128), lengths.index(256)) == (9, 26, 60)
+    assert {row_length(step, 10, 96, 32, 1.0) for step in range(10)} == {32, 48}  # divisors; ctx after the last step
+    assert row_length(0, 10, 64, 32, 0.0) == 64 and row_length(3, 10, 64, 64, 0.5) == 64
+
+
+def test_pieces_have_the_same_inputs_and_targets_in_the_same_order():
+    windows = torch.arange(2 * 13).view(2, 13)  # ctx 12
+    pieces = cut_rows(windows, 4)
+    assert pieces.tolist()[:3] == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [8, 9, 10, 11, 12]] and len(pieces) == 6
+    assert torch.equal(pieces[:, :-1].flatten(), windows[:, :-1].flatten())
+    assert torch.equal(pieces[:, 1:].flatten(), windows[:, 1:].flatten())
+    assert torch.equal(cut_rows(windows, 12), windows)
+
+
+CORPUS = SimpleNamespace(train=np.arange(10_000, dtype=np.uint16))
+
+
+def test_batches_of_a_step_are_cut_and_split_into_equal_micro_batches():
+    cfg = train_settings("ctx=64", "batch_tokens=512", "micro_tokens=128", "steps=10", "ctx_start=16")
+    for step, length in ((0, 16), (3, 32), (6, 64)):
+        batches = train.training_batches(cfg, CORPUS, step, slice(0, 8), torch.device("cpu"))
+        assert {(tuple(x.shape), positions) for x, positions in batches} == {((128 // length, length + 1), None)}
+        whole = batch(CORPUS.train, step, seed=0, size=8, ctx=64)
+        assert torch.equal(torch.cat([windows[:, 1:].flatten() for windows, _ in batches]), whole[:, 1:].flatten())
+
+
+# ---- positions= ----
+
+
+@pytest.mark.parametrize("kind", ["random", "pose"])
+def test_drawn_positions_rise_within_their_range_and_reach_far(kind):
+    def sample(step, seed=0):
+        return training_positions(kind, step, seed=seed, rows=8, ctx=32, longest=256)
+
+    p = torch.stack([sample(step) for step in range(50)])
+    assert p.shape == (50, 8, 32) and p.dtype == torch.int64 and p.min() >= 0 and p.max() < 256
+    steps = p.diff(dim=-1)
+    assert bool((steps >= 1).all()) and p.max() > 240
+    if kind == "pose":  # one skip at most
+        assert bool(((steps > 1).sum(-1) <= 1).all()) and bool((p[..., 0] == 0).float().mean() > 0.9)
+    assert torch.equal(p[7], sample(7))  # pure in (seed, step)
+    assert not torch.equal(p[7], sample(7, seed=1))
+
+
+@pytest.mark.parametrize("kind", ["ordered", "random", "pose"])
+def test_a_batch_has_the_drawn_positions_of_its_rows_or_none(kind):
+    """As a second rank of two gets it, in two micro-batches: its half of the same global batch."""
+    cfg = train_settings("exp=smoke", f"positions={kind}")
+    half, cpu = slice(4, 8), torch.device("cpu")
+    (all_windows, all_positions), *others = train.training_batches(cfg, CORPUS, 3, slice(0, 8), cpu)
+    parts = train.training_batches(replace(cfg, micro_tokens=2 * 64), CORPUS, 3, half, cpu)
+    assert not others and [len(windows) for windows, _ in parts] == [2, 2]
+    assert torch.equal(torch.cat([windows for windows, _ in parts]), all_windows[half])
+    if kind == "ordered":
+        assert all_positions is None and all(positions is None for _, positions in parts)
+    else:
+        drawn = training_positions(kind, 3, seed=cfg.seed, rows=8, ctx=64, longest=cfg.longest)
+        assert torch.equal(all_positions, drawn) and cfg.longest == 512
+        assert torch.equal(torch.cat([positions for _, positions in parts]), drawn[half])

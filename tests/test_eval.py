@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -23,28 +22,26 @@ from conf.errors import UserError
 from conf.registry import choices, yaml_values
 from data import corpus as corpora
 from data.corpus import Corpus
-from data.near_copies import find_copies
+from data.held_out import find_copies
 from engine import checkpoint
 from engine.run import Run
-from measure import curves, evaluation, tasks
-from measure.comparison import select_shared
-from measure.curves import Curve, Row, better_control, controls, losses_file, read_curve
-from measure.evaluation import NONE, WINDOW, Evaluation, Method
-from measure.losses import print_curves, verdict
-from measure.positions import position_rows
-from measure.statistics import bootstrap, difference, gain
+from measure import curves, tasks
+from measure.breakdowns import position_rows
+from measure.curves import Curve, Row, better_controls, controls, losses_file, read_curve, select_shared
+from measure.evaluation import NONE, WINDOW, Evaluation, Method, requested_method
+from measure.intervals import bootstrap, difference, gain
+from measure.report import Losses
 from measure.tasks import Piece, Task
 from measure.tasks.matched import NEAR, Matched
 from measure.tasks.prefix import Prefix
 from measure.tasks.sliding import Sliding
-from model import gpt, spectrum
-from model.position_maps import Clipped
-from model.scaling import NO_CHANGE, ContextChange, TrainedContext, override, resolve
+from model import spectrum
+from model.regions import Clipped
+from model.scaling import NO_CHANGE, ContextChange, TrainedContext
 from tests.helpers import (
     ROOT,
     StubModel,
     any_task_corpus,
-    curve_of,
     error_of,
     eval_settings,
     held_out,
@@ -55,13 +52,15 @@ from tests.helpers import (
     train_smoke_runs,
 )
 
-OLD_CURVE = ROOT / "tests" / "data" / "curve_format2.jsonl"  # two rows of a curve that an earlier version wrote
+A_CURVE = ROOT / "tests" / "data" / "curve.jsonl"  # of two rows
+OWN = spectrum.frequencies(16, 10000.0)  # of model_of("rope")
 
 
 def row(nll: list[float], windows: tuple[int, ...] = (0,), **values: object) -> Row:
     """The first row of the fixture with these losses of each window (of 10 tokens), and other values."""
-    about = {"nll": nll, "windows": list(windows), "tokens": 10 * len(nll), "documents": len(nll) // len(windows)}
-    return dataclasses.replace(read_curve(OLD_CURVE).first, **{**about, **values})
+    about = {"nll": nll, "scored_windows": list(windows)}
+    about |= {"tokens": 10 * len(nll), "documents": len(nll) // len(windows)}
+    return dataclasses.replace(read_curve(A_CURVE).first, **{**about, **values})
 
 
 # ---- tasks ----
@@ -102,19 +101,13 @@ def test_context_shows_and_nothing_else_does():
 
 @pytest.mark.parametrize("n, stride", [(8, 4), (8, 3), (8, 8), (8, 100), (32, 4), (31, 4), (5, 1), (1, 1)])
 def test_sliding_windows_score_every_token_one_time_with_the_context_they_promise(n, stride):
-    task = Sliding(TWO, 32, 2, stride)
+    task, step = Sliding(TWO, 32, 2, stride), min(stride, n)
     assert torch.allclose(scored(task, n), TEXT[:, 1:] / 100)  # in order, each one time
     first, *others = task.pieces(n)
-    step = min(stride, n)
     assert 0 < first.tokens.shape[1] <= n and first.tokens.shape == first.targets.shape
     for piece in others:
         assert piece.tokens.shape[1] == n and piece.targets.shape[1] == step  # n - step tokens at least before each
         assert torch.equal(piece.tokens[:, -1] + 1, piece.targets[:, -1])
-    # by hand: 8 wide by 4, a model that needs 6: only the first 5 tokens and none after pay
-    if (n, stride) == (8, 4):
-        paid = scored(task, n, needs=6) - TEXT[:, 1:] / 100
-        # the first window is 8 wide: 5 pay; each later one scores tokens with 5, 6, 7, 8 before them: one pays
-        assert paid.sum(dim=1).tolist() == pytest.approx([5 + 6] * 2, abs=1e-4)
 
 
 def test_stride_one_is_every_token_given_the_n_before_it():
@@ -125,28 +118,11 @@ def test_stride_one_is_every_token_given_the_n_before_it():
         assert torch.equal(got[:, t - 1 : t], single)
 
 
-def test_the_end_of_sliding_windows_is_the_matched_targets():
-    want = scored(matched(), 8, needs=6)
-    for stride in (4, 5, 8):  # the last window holds all four
-        assert torch.equal(scored(Sliding(TWO, 32, 2, stride), 8, needs=6)[:, -4:], want)
-    assert not torch.equal(scored(Sliding(TWO, 32, 2, stride=2), 8, needs=6)[:, -4:], want)
-
-
 def test_prefix_scores_the_first_n_and_dilutes():
     task = Prefix(TWO, 32, 2)
     assert torch.allclose(scored(task, 5), TEXT[:, 1:6] / 100)
     means = [(scored(task, n, needs=6) - TEXT[:, 1 : n + 1] / 100).mean().item() for n in (5, 10, 32)]
     assert means == pytest.approx([1, 0.5, 5 / 32], abs=1e-4)
-
-
-def test_targets_and_cost_by_hand():
-    for task, n, targets, processed in (
-        (matched(), 8, 4, 8),
-        (Sliding(TWO, 32, 2, stride=4), 8, 32, 8 + 6 * 8),
-        (Prefix(TWO, 32, 2), 8, 8, 8),
-    ):
-        assert sum(p.scored_targets().shape[1] for p in task.pieces(n)) == targets
-        assert sum(p.tokens.numel() for p in task.pieces(n)) == 2 * processed
 
 
 def built(name: str, corpus: corpora.HeldOut, ctx: int, documents: int = 3) -> Task:
@@ -158,22 +134,18 @@ def test_every_task_keeps_the_contract(name):
     """Of its yaml: it scores tokens right after their context, says what, and its attributes say the truth."""
     task = built(name, any_task_corpus(), 512)
     assert task.label.split()[0] == name and task.describe() and 1 <= task.minimum <= task.shortest <= 512
-    assert len(task.names) == len(set(task.names)) == 3
-    assert task.accuracy == (task.threshold > 0) and 0 <= task.chance < 1
+    assert len(set(task.names)) == 3 and task.accuracy == (task.threshold > 0) and 0 <= task.chance < 1
     for n in (task.minimum, 256, 512):
         windows, pieces = task.windows(n), task.pieces(n)
         assert windows == sorted(set(windows)) and set(windows) <= set(task.windows(task.minimum))
-        assert pieces and all(torch.equal(p.tokens, q.tokens) for p, q in zip(pieces, task.pieces(n), strict=True))
         for piece in pieces:
             (B, T), S = piece.tokens.shape, piece.targets.shape[1]
             assert B == 3 * len(windows) == len(piece.targets) and 1 <= S <= T <= n
             assert piece.tokens.dtype == piece.targets.dtype == torch.int64
             assert torch.equal(piece.tokens[:, T - S + 1 :], piece.targets[:, :-1])
-            assert mask(piece).any() and len(mask(piece)) == S
-            assert piece.scored_targets().shape == (B, mask(piece).sum())
-            assert piece.distance is None or (task.accuracy and 0 < piece.distance < n)
+            assert piece.scored_targets().shape == (B, mask(piece).sum()) and mask(piece).any()
         distances = [piece.distance for piece in pieces]
-        assert not task.accuracy or (None not in distances and len(set(distances)) == len(distances))
+        assert distances == [None] * len(pieces) or (task.accuracy and len(set(distances)) == len(distances))
 
 
 @pytest.mark.parametrize("name", choices("task"))
@@ -181,18 +153,17 @@ def test_what_a_task_scores_and_gives_as_input_is_in_its_identity(name):
     """Other documents, fewer of them, and every number among the knobs that changes a piece."""
     corpus, knobs = any_task_corpus(), yaml_values("task", name)
     task = built(name, corpus, 512)
-    assert built(name, corpus, 512).identity() == task.identity()
-    assert built(name, corpus, 512, documents=2).identity() != task.identity()
+    assert built(name, corpus, 512).identity() == task.identity() != built(name, corpus, 512, documents=2).identity()
     renamed = [dataclasses.replace(document, name=f"{document.name} b") for document in corpus.held_out]
     assert built(name, dataclasses.replace(corpus, held_out=renamed), 512).identity() != task.identity()
-    for knob, value in knobs.items():
-        if isinstance(value, int):
-            other = tasks.build({**knobs, knob: value - 1 if value > 1 else value + 1}, corpus, 512, 3)
-            same = [torch.equal(getattr(p, x), getattr(q, x)) and torch.equal(mask(p), mask(q))
-                    for p, q in zip(task.pieces(512), other.pieces(512), strict=False) for x in ("tokens", "targets")
-                    if p.targets.shape == q.targets.shape and p.tokens.shape == q.tokens.shape]  # fmt: skip
-            unchanged = all(same) and len(same) == 2 * len(task.pieces(512)) == 2 * len(other.pieces(512))
-            assert unchanged or other.identity() != task.identity(), knob
+
+    def content(task: Task) -> list:
+        return [(p.tokens.tolist(), p.scored_targets().tolist()) for p in task.pieces(512)]
+
+    for knob in (knob for knob, value in knobs.items() if isinstance(value, int)):
+        changed = {**knobs, knob: knobs[knob] - 1 if knobs[knob] > 1 else knobs[knob] + 1}
+        other = tasks.build(changed, corpus, 512, 3)
+        assert other.identity() != task.identity() or content(other) == content(task), knob
 
 
 # ---- windows of a document ----
@@ -231,10 +202,10 @@ def test_far_windows_are_among_the_near_ones_and_score_the_same_targets(far_wind
 
 def test_windows_without_enough_text_before_them_in_every_document_are_left_out():
     task = Matched(long_text(9000, 3000), 2500, 2, scored_tokens=64, windows=8, far_windows=8)
-    assert task.near == [w for w in range(8) if (task.ends[:, w] > NEAR).all()]
     far = task.windows(2500)
-    assert far == [w for w in range(8) if (task.ends[:, w] > 2500).all()] and far[-1] == 7
-    assert len(far) < len(task.near) < 8
+    for n, windows in ((NEAR, task.near), (2500, far)):
+        assert windows == [w for w in range(8) if (task.ends[:, w] > n).all()]
+    assert len(far) < len(task.near) < 8 and far[-1] == 7
     assert f"{len(task.near)} of 8 planned windows ({len(far)} at n=2500)" in task.describe()
 
 
@@ -254,13 +225,9 @@ def test_windows_do_not_overlap_in_a_short_document(length, want):
 
 def test_one_document_gives_no_interval_and_no_verdict():
     a, b = row([20.0, 10.0], windows=(0, 1)), row([10.0, 10.0], windows=(0, 1))
-    assert a.documents == 1
     mean, low, high = gain(b, a)
-    assert mean == 0.5 and math.isnan(low) and math.isnan(high)
-    assert verdict(b, a).endswith("no different from being given only 128 tokens")
-    in_windows = dataclasses.replace(a, window=16)  # all layers have one
-    assert verdict(b, in_windows).endswith("no different from being given only 128 tokens")
-    assert verdict(b, dataclasses.replace(in_windows, label="window")).endswith("seeing only 16 tokens at a time")
+    assert a.documents == 1 and mean == 0.5 and math.isnan(low) and math.isnan(high)
+    assert Losses().verdict(b, a).endswith("no different from being given only 128 tokens")
 
 
 def with_training_text(corpus: corpora.HeldOut, train: np.ndarray) -> Corpus:
@@ -272,7 +239,7 @@ def with_training_text(corpus: corpora.HeldOut, train: np.ndarray) -> Corpus:
 
 
 def planned_ends(corpus: corpora.HeldOut, ctx: int) -> np.ndarray:
-    """Where the four windows of a document end if nothing is a near-copy."""
+    """Where the four windows of a document end."""
     return Matched(corpus, ctx, 2, scored_tokens=64, windows=4, far_windows=1).ends
 
 
@@ -284,19 +251,11 @@ def test_windows_are_moved_away_from_near_copies_of_training_text():
     second, third = planned[0, 1], planned[0, 2]
     copies = [tokens[second - 180 : second + 20], tokens[third - 39 : third]]
     train = np.concatenate([np.full(50, 20_000), copies[0], np.full(9, 20_001), copies[1], np.full(9, 20_002)])
-    corpus = with_training_text(plain, train)
-    ends = Matched(corpus, 256, 2, scored_tokens=64, windows=4, far_windows=1).ends
+    ends = planned_ends(with_training_text(plain, train), 256)
     # 173 of the 180 tokens end a copied 8-gram: after two moves 45 of the 64 do, after three none
     assert (ends - planned).tolist() == [[0, -192, 0, 0], [0, 0, 0, 0]]
     one_more = with_training_text(plain, np.concatenate([train, tokens[third - 40 : third]]))
-    assert Matched(one_more, 256, 2, 64, 4, 1).ends[0, 2] == third - 64
-    for found in (corpus, one_more):
-        grams = {tuple(found.train[i : i + 8]) for i in range(len(found.train) - 7)}
-        task = Matched(found, 256, 2, scored_tokens=64, windows=4, far_windows=1)
-        for document, row_of_ends in zip(task.documents, task.ends, strict=True):
-            for end in row_of_ends:
-                copied = [tuple(document.tokens[i - 7 : i + 1]) in grams for i in range(end - 64, end)]
-                assert np.mean(copied) <= 0.5
+    assert planned_ends(one_more, 256)[0, 2] == third - 64
 
 
 @pytest.mark.parametrize("ctx", [256, 4096])
@@ -305,8 +264,7 @@ def test_a_document_of_near_copies_keeps_its_length_and_its_windows_apart(ctx):
     plain = long_text(10_000, 8_000)
     planned, tokens = planned_ends(plain, ctx), plain.held_out[0].tokens
     for train in (tokens, tokens[planned[0, 0] : planned[0, 1]]):
-        corpus = with_training_text(plain, train)
-        ends = Matched(corpus, ctx, 2, scored_tokens=64, windows=4, far_windows=1).ends
+        ends = planned_ends(with_training_text(plain, train), ctx)
         assert (ends[1] == planned[1]).all() and ends[0, 1] < planned[0, 1]
         assert (np.diff([0, *ends[0]]) >= 64).all()  # no target is scored two times
         assert ((ends[0] > ctx) == (planned[0] > ctx)).all()
@@ -322,19 +280,12 @@ def test_loss_by_position_is_the_mean_of_each_bucket():
     assert [r["loss"] for r in rows] == [31.5, 95.5, 163.5]
 
 
-def test_lengths():
-    assert evaluation.evaluated_lengths(1024, 64, (256,)) == [64, 128, 256, 512, 1024]
-    assert evaluation.evaluated_lengths(1000, 64, (100, 200)) == [64, 100, 128, 200, 256, 512, 1000]
-    assert evaluation.evaluated_lengths([512, 100, 100], 64, (256,)) == [100, 512]
-    assert evaluation.evaluated_lengths(64, 64, (256,)) == [64]
-
-
 @pytest.mark.parametrize(
     "overrides, lengths",
     [
+        (("ctx=1000",), [64, 128, 256, 512, 1000]),
         (("ctx=256", "multiples=[1.125,1.5,9]"), [64, 72, 96, 128, 256]),  # L / 2 = 32 is below the shortest
-        (("ctx=[256,128]",), [64, 128, 256]),  # and L, at which truncation is measured
-        (("ctx=[64]",), [64]),
+        (("ctx=[256,128,128]",), [64, 128, 256]),  # and L, at which truncation is measured
         (("ctx=[32,256]", "task.scored_tokens=16"), [32, 64, 256]),
         (("ctx=[128,256]", "task=recall"), [128, 256]),  # the texts of this task are longer than L
     ],
@@ -373,35 +324,29 @@ def test_gains_are_of_the_windows_that_both_rows_have():
     assert (low, high) == pytest.approx((7.5 / 10, 10 / 10))  # of the two documents: 15 / 20 and 20 / 20
 
 
-def test_the_better_control_is_the_one_with_the_lower_loss_on_common_windows():
-    window = row([30.0, 30.0], (7,), n=8192, window=64, extended_ctx=64, label="window")
+@pytest.mark.parametrize(
+    "of_window, of_truncation, truncated_is_better",
+    [
+        ({}, {}, True),
+        ({"window": 16}, {}, True),  # all layers have windows of 16, and the model was trained at 64
+        ({}, {"nll": [0.0, 40.0, 0.0, 40.0]}, False),  # its loss is lower on other windows only
+        ({}, {"n": 32}, False),
+        ({}, {"scored_windows": [0, 5]}, False),
+        ({}, {"tokens": 80}, False),
+        ({}, {"texts": "others"}, False),
+        ({"n": 64, "window": None}, {}, False),  # there the two are the same
+        ({"nll": [math.nan, math.nan]}, {}, False),
+        ({"hits": [1.0, 0.0]}, {}, False),
+    ],
+)
+def test_the_better_control_is_the_one_with_the_lower_loss_on_common_windows(
+    of_window, of_truncation, truncated_is_better
+):
+    window = row([30.0, 30.0], (7,), n=8192, window=64, longest_trained_ctx=64, label="window")
     truncated = row([90.0, 20.0, 90.0, 20.0], (0, 7), n=64, window=None)
-    assert better_control(window, {64: truncated}) is truncated
-    layers = dataclasses.replace(window, window=16)  # all layers have windows of 16, and the model was trained at 64
-    too_short = dataclasses.replace(truncated, n=16, nll=[0.0] * 4)
-    assert better_control(layers, {16: too_short, 64: truncated}) is truncated
-    worse = dataclasses.replace(truncated, nll=[0.0, 40.0, 0.0, 40.0])  # its loss is lower on other windows only
-    assert better_control(window, {64: worse}) is window
-    assert better_control(window, {}) is window and better_control(window, {32: truncated}) is window
-    elsewhere = dataclasses.replace(truncated, windows=[0, 5])
-    assert better_control(window, {64: elsewhere}) is window
-    more_targets = dataclasses.replace(truncated, tokens=80)
-    assert better_control(window, {64: more_targets}) is window
-    assert better_control(window, {64: dataclasses.replace(truncated, texts="others")}) is window
-    inside = row([30.0, 30.0], (7,), n=64, window=None, extended_ctx=64, label="window")
-    assert better_control(inside, {64: truncated}) is inside  # there the two are the same
-    diverged = dataclasses.replace(window, nll=[math.nan, math.nan])
-    assert better_control(diverged, {64: truncated}) is diverged
-    with_answer = dataclasses.replace(window, hits=[1.0, 0.0])
-    assert better_control(with_answer, {64: truncated}) is with_answer
-
-
-def test_the_table_says_how_many_tokens_truncation_gives(capsys):
-    """As many as the model was trained on, although the windows of its layers are shorter."""
-    none, window = (curve_of("rope", label, {64: 3.0, 128: 3.5}) for label in ("none", "window"))
-    layers = [Curve([dataclasses.replace(row, window=16) for row in curve.rows]) for curve in (none, window)]
-    print_curves(matched(), *layers)
-    assert "\nt: the better control is truncation: only the last 64 tokens are given\n" in capsys.readouterr().out
+    window, truncated = dataclasses.replace(window, **of_window), dataclasses.replace(truncated, **of_truncation)
+    (bar,) = better_controls([window], {window.run: {truncated.n: truncated}})
+    assert bar is (truncated if truncated_is_better else window)
 
 
 CORPUS = held_out([(np.arange(700) + shift) % 97 for shift in range(3)])
@@ -430,14 +375,6 @@ def test_truncation_is_no_scaling_at_the_trained_context(window_costs, better, t
             assert gain(r, bars[n])[0] == pytest.approx(1.0 if better == "none" else 0.5)
 
 
-def test_truncation_is_no_control_of_prefixes(tmp_path):
-    """Their targets differ between lengths."""
-    model = StubModel(window_costs=5.0)
-    settings = ("ctx=[64,128]", "documents=3", "task=prefix")
-    none, window = measured(stub_evaluation(model, CORPUS, tmp_path, *settings))
-    assert controls([none, window])["stub"] == window.by_length()
-
-
 @pytest.mark.parametrize("name", choices("task"))
 def test_the_controls_of_every_task_are_on_the_targets_of_the_method(name, tmp_path):
     """Of each task: a bar that is not the window control has the same targets, in the windows that both have."""
@@ -446,16 +383,18 @@ def test_the_controls_of_every_task_are_on_the_targets_of_the_method(name, tmp_p
         def last_logits(self, tokens: torch.Tensor, last: int, change: ContextChange) -> torch.Tensor:
             return torch.zeros(len(tokens), last, 1024)
 
-    found = stub_evaluation(Model(window_costs=5.0), any_task_corpus(), tmp_path, "ctx=[128,512]", f"task={name}",
-                            "documents=2")  # fmt: skip
-    bars = controls(measured(found))["stub"]
-    for n, bar in bars.items():
+    settings = ("ctx=[128,512]", f"task={name}", "documents=2")
+    found = stub_evaluation(Model(window_costs=5.0), any_task_corpus(), tmp_path, *settings)
+
+    def targets(n: int, windows: list[int]) -> np.ndarray:
+        scored = np.concatenate([p.scored_targets() for p in found.task.pieces(n)], axis=1).reshape(2, -1)
+        places = [found.task.windows(n).index(w) for w in windows]
+        return scored.reshape(2, len(found.task.windows(n)), -1)[:, places]
+
+    for n, bar in controls(measured(found))["stub"].items():
         if bar.label != "window":
-            common = [w for w in bar.windows if w in found.task.windows(n)]
-            mine, its = ([np.concatenate([p.scored_targets() for p in found.task.pieces(length)], axis=1)
-                          .reshape(2, len(windows), -1)[:, [windows.index(w) for w in common]]]
-                         for length, windows in ((n, found.task.windows(n)), (bar.n, bar.windows)))  # fmt: skip
-            assert np.array_equal(mine, its)
+            common = [w for w in bar.scored_windows if w in found.task.windows(n)]
+            assert np.array_equal(targets(n, common), targets(bar.n, common))
 
 
 # ---- curves in files ----
@@ -463,76 +402,68 @@ def test_the_controls_of_every_task_are_on_the_targets_of_the_method(name, tmp_p
 
 def test_longer_evaluations_measure_only_the_new_lengths(tmp_path):
     model = StubModel()
-    short = stub_evaluation(model, CORPUS, tmp_path, "ctx=128", *SMALL)
-    first = measured(short, NONE)[0]
-    assert model.seen == [64, 128]
-    longer = stub_evaluation(model, CORPUS, tmp_path, "ctx=256", *SMALL)
-    assert {n: longer.targets[n] for n in (64, 128)} == short.targets and longer.texts == short.texts
-    assert len({*longer.targets.values()}) == 1 and longer.missing_lengths(NONE) == [256]
-    second = measured(longer, NONE)[0]
+    short, longer = (stub_evaluation(model, CORPUS, tmp_path, f"ctx={ctx}", *SMALL) for ctx in (128, 256))
+    (first,) = measured(short, NONE)
+    assert longer.texts == short.texts and len({*short.target_keys.values(), *longer.target_keys.values()}) == 1
+    assert longer.curve_file(NONE) == short.curve_file(NONE) and longer.missing_lengths(NONE) == [256]
+    (second,) = measured(longer, NONE)
     assert model.seen == [64, 128, 256] and second.rows[:2] == first.rows
     assert longer.missing_lengths(NONE) == [] and longer.missing_lengths(NONE, fresh=True) == [64, 128, 256]
-    assert longer.curve_file(NONE) == short.curve_file(NONE)
     # other targets in the same file: neither replaces the other
     other = stub_evaluation(model, CORPUS, tmp_path, "ctx=128", *SMALL[:1], "task.windows=3")
     assert other.curve_file(NONE) == longer.curve_file(NONE) and other.missing_lengths(NONE) == [64, 128]
-    third = measured(other, NONE)[0]
-    assert read_curve(other.curve_file(NONE)).rows == sorted([*second.rows, *third.rows], key=lambda r: r.n)
-    assert longer.missing_lengths(NONE) == other.missing_lengths(NONE) == []
-    assert [c.rows for c in select_shared([read_curve(other.curve_file(NONE))], longer.texts)] == [second.rows]
+    (third,) = measured(other, NONE)
+    found = read_curve(other.curve_file(NONE))
+    assert found.rows == sorted([*second.rows, *third.rows], key=lambda r: r.n)
+    assert [c.rows for c in select_shared([found], longer.texts)] == [second.rows]
 
 
 def test_methods_that_change_nothing_at_a_length_are_not_measured_there(tmp_path):
     """PI has factor 1 up to L, and the window hides nothing there: their losses are those without scaling."""
-    pi = Method("pi", [{**yaml_values("scaling", "pi")}])
-    model = StubModel()
+    pi, model = Method("pi", [yaml_values("scaling", "pi")]), StubModel()
     found = stub_evaluation(model, CORPUS, tmp_path, "ctx=256", *SMALL)
-    measured(found, NONE)
-    assert model.seen == [64, 128, 256]
+    none = measured(found, NONE)[0].rows[0]
     for method in (pi, WINDOW):
         model.seen.clear()
         (curve,) = measured(found, method)
         assert model.seen == [128, 256]  # L is 64
-        none = found.measured_rows(NONE)[64][0]
         assert curve.rows[0].nll == none.nll and curve.rows[0].label == method.label
         assert not losses_file(found.curve_file(method), curve.rows[0]).exists()  # those without scaling
-        assert np.load(losses_file(found.curve_file(NONE), none)).shape == (6, 64)
         assert (curve.rows[0].factor, curve.rows[0].window) == (1.0, 64 if method is WINDOW else None)
-    # The bar expects only what will be computed
-    works = {method.label: [(method, n) for n in (64, 128, 256)] for method in (NONE, WINDOW)}
-    totals = {}
-    for label, work in works.items():
-        with found.running(work):
-            totals[label] = found.bar.total
-    assert 0 < totals["window"] < totals["none"]
     # Without the rows of no scaling they are measured
-    found.curve_file(NONE).unlink()
+    for method in (NONE, pi):
+        found.curve_file(method).unlink()
     model.seen.clear()
-    found.curve_file(pi).unlink()
     measured(found, pi)
     assert model.seen == [64, 128, 256]
 
 
-@pytest.mark.parametrize("a, b, n, equal", [
-    ({}, {"window": 64}, 64, True), ({}, {"window": 64}, 65, False), ({}, {"window": 64, "sinks": 4}, 64, True),
-    ({}, {"position_map": Clipped(64, 2.0)}, 64, True), ({}, {"position_map": Clipped(64)}, 65, False),
-    ({}, {"logn": 64}, 64, True),
-    ({}, {"logn": 64}, 65, False), ({}, {"attention_factor": 1.1}, 8, False), ({}, {"factor": 2.0}, 8, True),
-    ({"window": 9}, {"window": 9, "sinks": 1}, 16, False),
-    ({"position_map": Clipped(9)}, {"position_map": Clipped(9, 3.0)}, 16, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "a, b, n, equal",
+    [
+        ({}, {"window": 64}, 64, True),
+        ({}, {"window": 64}, 65, False),
+        ({}, {"window": 64, "always_visible": 4}, 64, True),
+        ({}, {"position_map": Clipped(64, 2.0)}, 64, True),
+        ({}, {"position_map": Clipped(64)}, 66, False),
+        ({}, {"logn": 64}, 64, True),
+        ({}, {"logn": 64}, 65, False),
+        ({}, {"attention_factor": 1.1}, 8, False),
+        ({}, {"factor": 2.0}, 8, True),
+        ({}, {"inv_freq": OWN}, 8, True),
+        ({}, {"inv_freq": OWN / 2}, 8, False),
+        ({"window": 9}, {"window": 9, "always_visible": 1}, 16, False),
+        ({"position_map": Clipped(9)}, {"position_map": Clipped(9, 3.0)}, 16, False),
+    ],
+)
 def test_two_changes_have_the_same_effect_where_the_logits_are_equal(a, b, n, equal):
     """The rule against the model itself."""
-    own, changes = spectrum.frequencies(8, 10000.0), [ContextChange(**a), ContextChange(**b)]
-    run = TrainedContext("rope", 64, own)
-    first, second = (change.effect(n, run) for change in changes)
+    changes = [ContextChange(**a), ContextChange(**b)]
+    first, second = (change.effect(n, TrainedContext("rope", 64, OWN)) for change in changes)
     assert (first == second) == equal
-    assert ContextChange(inv_freq=own).effect(n, run) == ContextChange().effect(n, run)
-    assert ContextChange(inv_freq=own / 2).effect(n, run) != ContextChange().effect(n, run)
     model, tokens = model_of("rope"), random_tokens(1, n)
     with torch.no_grad():
-        same = torch.equal(*(model(tokens, change=change) for change in changes))
-    assert same == equal
+        assert torch.allclose(*(model(tokens, change=change) for change in changes), atol=1e-12, rtol=0) == equal
 
 
 def test_the_factor_fixed_to_ctx_has_a_file_for_each_ctx(tmp_path):
@@ -542,7 +473,7 @@ def test_the_factor_fixed_to_ctx_has_a_file_for_each_ctx(tmp_path):
     assert found[0].curve_file(NONE) == found[1].curve_file(NONE)
 
 
-def test_an_interrupted_evaluation_keeps_its_finished_lengths(tmp_path, capsys):
+def test_an_interrupted_evaluation_keeps_its_finished_lengths(tmp_path):
     class Interrupted(StubModel):
         def losses(self, tokens: torch.Tensor, targets: torch.Tensor, change: ContextChange) -> torch.Tensor:
             if tokens.shape[1] == 128:
@@ -552,39 +483,39 @@ def test_an_interrupted_evaluation_keeps_its_finished_lengths(tmp_path, capsys):
     stopped = stub_evaluation(Interrupted(), CORPUS, tmp_path, "ctx=256", *SMALL)
     with pytest.raises(SystemExit) as end:
         measured(stopped)
-    assert end.value.code == 128 + signal.SIGTERM and "the lengths that were finished are in" in capsys.readouterr().out
-    assert [r.n for r in read_curve(stopped.curve_file(NONE)).rows] == [64]
-    model = StubModel()
-    resumed = stub_evaluation(model, CORPUS, tmp_path, "ctx=256", *SMALL)
+    assert end.value.code == 128 + signal.SIGTERM
+    resumed = stub_evaluation(model := StubModel(), CORPUS, tmp_path, "ctx=256", *SMALL)
     assert [r.n for r in measured(resumed, NONE)[0].rows] == [64, 128, 256] and model.seen == [128, 256]
-    assert sorted(p.suffix for p in (tmp_path / "runs/stub/eval").iterdir() if "tmp" in p.name) == []
-
-
-def test_the_losses_of_single_targets_stand_beside_the_curve(tmp_path):
-    from measure.groups import target_losses
-
-    found = stub_evaluation(StubModel(needs=10), CORPUS, tmp_path, "ctx=[64,128]", *SMALL)
-    for r in measured(found, NONE)[0].rows:
-        losses = target_losses(found.curve_file(NONE), r)
-        assert losses.shape == (3, 2, 64)
-        assert losses.sum(axis=2).ravel() == pytest.approx(np.array(r.nll), abs=1e-3)
 
 
 # ---- trained runs ----
 
 
-def test_lengths_that_score_fewer_windows_are_shown_on_the_level_of_all_windows():
+@pytest.mark.parametrize("L", [256, 4096])
+def test_lengths_that_score_fewer_windows_are_shown_on_the_level_of_all_windows(L):
     """Two documents of two windows, 10 tokens each: window 1 costs 2 nats per token more than window 0."""
-    at_L = row([10, 30, 20, 40], n=256, tokens=40, documents=2, windows=[0, 1], label="none", loss=2.5, bytes=80)
-    far = row([35, 45], n=4096, tokens=20, documents=2, windows=[1], label="none", loss=4.0, low=3.0, high=5.0)
-    none = Curve([dataclasses.replace(x, extended_ctx=256) for x in (at_L, far)])
-    (aligned,) = curves.align([none])
-    assert aligned.first == none.first  # nothing changes where all windows are scored
-    assert aligned.rows[1].loss == pytest.approx(2.5 + 0.5)  # 0.5 nats per token worse on the window that both have
-    assert (aligned.rows[1].low, aligned.rows[1].high) == pytest.approx((2.0, 4.0))
-    assert aligned.rows[1].ppl == pytest.approx(math.exp(3)) and aligned.rows[1].nll == far.nll
-    assert aligned.rows[1].bits_per_byte == pytest.approx(3 * 40 / 80 / math.log(2))
-    assert curves.align([Curve(none.rows[1:])]) == [Curve(none.rows[1:])]  # no row at L to compare with
+    about = {"label": "none", "longest_trained_ctx": L}
+    near = row([10, 30, 20, 40], (0, 1), n=256, loss=2.5, bytes=80, **about)
+    far = row([35, 45], (1,), n=4096, loss=4.0, low=3.0, high=5.0, **about)
+    (aligned,) = curves.align([Curve([near, far])])
+    assert aligned.first == near  # nothing changes where all windows are scored
+    got = aligned.rows[1]
+    assert got.loss == pytest.approx(2.5 + 0.5)  # 0.5 nats per token worse on the window that both have
+    assert (got.low, got.high) == pytest.approx((2.0, 4.0)) and got.nll == far.nll
+    assert got.ppl == pytest.approx(math.exp(3)) and got.bits_per_byte == pytest.approx(3 * 40 / 80 / math.log(2))
+    assert curves.align([Curve([far])]) == [Curve([far])]  # no row at L to compare with
+
+
+def test_selected_are_the_rows_on_the_most_common_targets_and_of_the_newest_weights():
+    def curve(label: str, written: float, **values: object) -> Curve:
+        rows = [row([10.0, 20.0], label=label, n=n, **values) for n in (128, 256)]
+        return Curve(rows, written)
+
+    old, new, again = curve("ntk", 1.0, weights="old"), curve("pi", 2.0), curve("pi", 3.0)
+    none, others = curve("none", 2.5), curve("window", 2.0, targets="others")
+    texts = none.first.texts
+    assert select_shared([old, new, again, none, others], texts) == [none, again]
+    assert select_shared([new, none], "other texts") == []
 
 
 @pytest.fixture(scope="module")
@@ -620,271 +551,135 @@ def test_eval_measures_what_the_model_says(runs, capsys):
     """One length recomputed here, plainly, in float32 and window by window."""
     run_eval("run=rope", "ctx=256", "scaling=pi", "dtype=float32", "documents=6", "task.windows=3")
     out = capsys.readouterr().out
-    assert "run: rope (as named)" in out and "only 6 documents" in out
     assert "targets: the last 64 tokens of 3 windows of 6 held-out documents" in out
-    found = curves_of("rope", n=256, documents=6)
-    assert set(found) >= {"none", "window", "pi"}
     assert Path("runs/rope/eval/ctx256.png").read_bytes().startswith(b"\x89PNG")
-
-    state = checkpoint.load(Path("runs/rope"))
-    corpus = corpora.prepare(state["cfg"].data, ".cache")
-    model = gpt.build(state["cfg"], corpus.vocab_size)
-    model.load_state_dict(state["model"])
+    found, run = curves_of("rope", n=256, documents=6), Run.open("rope", runs="runs", cache=".cache")
+    corpus, model = corpora.prepare(run.cfg.data, ".cache"), run.model
     ends = Matched(corpus, 256, 6, scored_tokens=64, windows=3, far_windows=1).ends
-    cuts = [
-        torch.from_numpy(document.tokens[end - 257 : end].astype(np.int64))
-        for document, of_document in zip(corpus.held_out, ends, strict=False)
-        for end in of_document
+    pairs = [
+        (document, end) for document, of_document in zip(corpus.held_out, ends, strict=False) for end in of_document
     ]
+    cuts = [torch.from_numpy(document.tokens[end - 257 : end].astype(np.int64)) for document, end in pairs]
     for name, change in (
         ("none", NO_CHANGE),
         ("window", ContextChange(window=64)),
         ("pi", ContextChange(inv_freq=model.pos.inv_freq / 4)),
     ):
         (row,) = found[name].rows
-        assert (row.documents, row.windows, row.tokens, row.task) == (6, [0, 1, 2], 18 * 64, "matched")
+        assert (row.documents, row.scored_windows, row.tokens, row.task) == (6, [0, 1, 2], 18 * 64, "matched")
         nll, n_bytes = [], 0
         for cut in cuts:
             logits = model(cut[None, :-1], change=change)[0, -64:].log_softmax(-1)
             nll.append(-logits[torch.arange(64), cut[-64:]].sum().item())
             n_bytes += len(corpus.encoding.decode(cut[-64:].tolist()).encode(errors="surrogateescape"))
-        assert row.nll == pytest.approx(nll, rel=1e-4)
-        assert row.loss == pytest.approx(sum(nll) / row.tokens, rel=1e-4)
-        assert row.ppl == pytest.approx(math.exp(sum(nll) / row.tokens), rel=1e-3)
+        loss = sum(nll) / row.tokens
+        assert row.nll == pytest.approx(nll, rel=1e-4) and row.loss == pytest.approx(loss, rel=1e-4)
+        assert row.ppl == pytest.approx(math.exp(loss), rel=1e-3) and row.low < row.loss < row.high
+        assert re.search(rf"\n +256 +4 .*{row.ppl:.2f}", out)
         assert row.bits_per_byte == pytest.approx(sum(nll) / math.log(2) / row.bytes, rel=1e-4)
-        assert row.low < row.loss < row.high
         assert row.bytes == pytest.approx(n_bytes, abs=36)  # a cut character decodes to a replacement
 
 
-def test_inside_the_trained_context_all_three_curves_are_one(runs):
-    run_eval("run=rope", "ctx=128", "scaling=yarn", *FEW)
-    found = curves_of("rope", documents=3, windows=[0, 1])
-    assert [r.n for r in found["none"].rows] == [64, 128]
-    for i, row in enumerate(found["none"].rows):
-        same = row.n <= 64
-        for label in ("window", "yarn"):
-            assert (found[label].rows[i].nll == row.nll) == same
-
-
-def test_curves_are_reused_and_measured_again_when_asked(runs, capsys, monkeypatch):
-    run_eval("run=rope", "ctx=128", "scaling=ntk", *FEW)
+def test_curves_are_reused_and_measured_again_when_asked(runs, monkeypatch):
     done, measure_length = [], Evaluation.measure_length
 
     def noted(self, method, n):
         done.append((method.label, n))
         return measure_length(self, method, n)
 
-    monkeypatch.setattr(Evaluation, "measure_length", noted)
-    capsys.readouterr()
     run_eval("run=rope", "ctx=128", "scaling=ntk", *FEW)
-    assert done == [] and "gain over the better control" in capsys.readouterr().out
+    monkeypatch.setattr(Evaluation, "measure_length", noted)
     run_eval("run=rope", "ctx=128", "scaling=dynamic_ntk", *FEW)
     assert done == [("dynamic_ntk", 64), ("dynamic_ntk", 128)]  # the controls are there
     done.clear()
-    run_eval("run=rope", "ctx=256", "scaling=ntk", *FEW)
-    assert done == [(label, 256) for label in ("none", "window", "ntk")]
-    done.clear()
-    run_eval("run=rope", "ctx=128", "scaling=ntk", "fresh=true", *FEW)
-    assert done == [(label, n) for label in ("none", "window", "ntk") for n in (64, 128)]
-
-
-def test_short_and_long_lengths_share_targets_but_far_windows_are_fewer(runs, capsys):
-    run_eval("run=rope", "ctx=[64,2304]", "scaling=pi", "documents=2", "task.windows=4", "task.far_windows=1")
-    out = capsys.readouterr().out
-    assert "of 4 windows (1 at n=2304)" in out and "long lengths score fewer windows" in out
-    for label in ("none", "window", "pi"):
-        rows = {n: curves_of("rope", n=n, ctx=2304)[label].rows[0] for n in (64, 2304)}
-        assert rows[64].windows == [0, 1, 2, 3] and len(rows[2304].windows) == 1
-        assert rows[64].texts == rows[2304].texts and rows[64].targets != rows[2304].targets
-        assert rows[64].tokens == 4 * rows[2304].tokens == 2 * 4 * 64
+    run_eval("run=rope", "ctx=[128]", "fresh=true", *FEW)
+    assert done == [(label, n) for label in ("none", "window") for n in (64, 128)]
 
 
 def test_fixed_factor_shows_its_tax(runs, capsys):
     run_eval("run=rope", "ctx=256", "scaling=pi", "scaling.factor=fixed", *FEW)
-    out = capsys.readouterr().out
-    assert "tax inside the trained context (n=64, factor 4): " in out and "nats/token [" in out
+    assert "tax inside the trained context (n=64, factor 4): " in capsys.readouterr().out
     assert [row.factor for row in curves_of("rope")["pi factor=fixed"].rows] == [4, 4, 4]
     run_eval("run=rope", "ctx=256", "scaling=pi", *FEW)
     assert "tax inside the trained context (n=64, factor 1): 0, nothing is changed there" in capsys.readouterr().out
 
 
 def test_the_newest_run_that_fits_is_evaluated_and_named(runs, capsys):
-    run_eval("ctx=128", "scaling=none", *FEW)
-    assert "run: alibi (the newest that fits)" in capsys.readouterr().out
     run_eval("ctx=128", "scaling=ntk", *FEW)
     out = capsys.readouterr().out
     assert "run: rope (the newest that fits; skipped alibi: scaling=ntk is not applicable" in out
-    run_eval("ctx=64", "trained_with=smoke", *FEW)
-    assert "run: alibi" in capsys.readouterr().out
     for settings, message in [
         (["run=alibi", "ctx=128", "scaling=ntk"], "scaling=ntk is not applicable: .*pos=alibi has none"),
         (["run=learned", "ctx=128"], "pos=learned has 64 positions and cannot be evaluated at ctx=128"),
         (["run=absent", "ctx=128"], "run=absent: no trained run of that name in runs/: there are alibi, rope, learned"),
-        (["ctx=128", "trained_with=other"], "no trained run with exp=other in runs/: first: python train.py"),
+        (["ctx=128", "exp=quick"], "no trained run with exp=quick in runs/: first: python train.py"),
         (["run=rope", "ctx=1000000"], "ctx=1000000: the longest held-out document of this corpus allows"),
-        (["runs=nowhere", "ctx=128"], "no trained run in nowhere/: first: python train.py pos=rope"),
     ]:
         with pytest.raises(UserError, match=message):
             run_eval(*settings)
 
 
-def test_a_list_of_lengths_and_learned_positions_inside_their_table(runs, capsys):
-    run_eval("run=learned", "ctx=[64]", *FEW)
-    assert "\n     64      1" in capsys.readouterr().out
-
-
-def test_alibi_and_window_controls_at_long_contexts_stay_finite(runs):
-    run_eval("run=alibi", "ctx=2048", "documents=2", "task.windows=1")
-    for curve in curves_of("alibi", ctx=2048).values():
-        assert all(math.isfinite(row.loss) for row in curve.rows) and curve.rows[-1].n == 2048
-
-
 def test_compare_lays_runs_over_each_other(runs, capsys, monkeypatch):
+    """And names a curve that cannot be read."""
     for run, scaling in (("rope", "ntk"), ("alibi", "none")):
         run_eval(f"run={run}", "ctx=256", f"scaling={scaling}", "documents=4", "task.windows=2")
     run_eval("run=rope", "ctx=128", "scaling=ntk", "documents=5", "task.scored_tokens=32", "task.windows=1")
     capsys.readouterr()
+    bad = Path("runs/rope/eval/broken.jsonl")
+    bad.write_text("[1]")
     monkeypatch.setattr(sys, "argv", ["compare.py", "rope", "alibi", "--gain"])
     compare.main()
-    out = capsys.readouterr().out
-    assert "rope  ntk" in out and "alibi  none" in out and "left out" in out
-    assert re.search(r"\n  rope: task=\S+.*, \d+ documents or examples: .*none", out)  # which ones
-    assert "gain over the better control (window, truncation), nats/token [95 %]" in out
+    bad.unlink()
+    out, err = capsys.readouterr()
+    assert "rope  ntk" in out and "alibi  none" in out and "gain over the better control" in out
+    assert re.search(r"\nleft out.*\n(  .*\n)*  rope: task=\S+.*, \d+ documents or examples: none", out)  # which ones
+    assert "left out: runs/rope/eval/broken.jsonl: not a curve that this version of eval.py wrote" in err
     assert Path("runs/compare.png").stat().st_size > 10_000
-    assert "absent: no such run in runs/" in error_of(compare.main, ["absent"], monkeypatch)
-    only = error_of(compare.main, ["rope", "--only", "yarn9"], monkeypatch)
-    assert "--only yarn9: no curve is labelled yarn9; there are " in only
-    assert "--task prefix: no curve of this task" in error_of(compare.main, ["rope", "--task", "prefix"], monkeypatch)
+    for argv, message in (
+        (["absent"], "absent: no such run in runs/"),
+        (["rope", "--only", "yarn9"], "--only yarn9: no curve is labelled yarn9; there are "),
+        (["rope", "--task", "prefix"], "--task prefix: no curve of this task"),
+    ):
+        assert message in error_of(compare.main, argv, monkeypatch)
 
 
 def test_labels_say_what_differs():
-    def label(*settings):
-        return evaluation.requested_method(eval_settings(*settings)).label
-
-    assert label("scaling=yarn", "scaling.beta_fast=4.0", "scaling.factor=fixed") == "yarn factor=fixed beta_fast=4.0"
-    assert label("scaling=window") == "window" and label("scaling=rerope_leaky") == "rerope_leaky"
-    assert label("scaling=ntk", "plus=[logn]") == "ntk + logn"
-    assert evaluation.requested_method(eval_settings("scaling=none")) == evaluation.NONE
-    assert evaluation.requested_method(eval_settings("scaling=window")) == evaluation.WINDOW
+    for settings, label in (
+        (("scaling=yarn", "scaling.beta_fast=4.0", "scaling.factor=fixed"), "yarn factor=fixed beta_fast=4.0"),
+        (("scaling=ntk", "plus=[logn]"), "ntk + logn"),
+    ):
+        assert requested_method(eval_settings(*settings)).label == label
+    assert [requested_method(eval_settings(f"scaling={name}")) for name in ("none", "window")] == [NONE, WINDOW]
 
 
 # ---- curve files ----
 
 
-def test_curves_of_an_earlier_version_do_not_get_in_the_way(runs, capsys, monkeypatch):
-    """They are other targets: eval.py and compare.py leave them out."""
-    run_eval("run=alibi", "ctx=128", *FEW)
-    old = Path("runs/alibi/eval/none-ctx256-0123abcd.jsonl")
-    old.write_bytes(OLD_CURVE.read_bytes())
-    run_eval("run=alibi", "ctx=128", *FEW)
-    capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["compare.py", "alibi"])
-    compare.main()
-    out = capsys.readouterr().out
-    shown, left_out = out.split("left out")
-    assert "alibi  none" in shown and "rope-s0" not in shown and "rope-s0: task=matched" in left_out
-    old.unlink()
-
-
-def test_a_row_of_an_earlier_version():
-    curve = read_curve(OLD_CURVE)
-    assert [row.n for row in curve.rows] == [128, 256] and curve.run == "rope-s0" and curve.label == "none"
-    assert {row.task for row in curve.rows} == {"matched"} and curve.first.loss == 2.556608046606897
-    assert len(curve.first.nll) == curve.first.documents == 32 and curve.written > 0
-    assert curve.first.windows == [0] and curve.first.hits == [] and curve.first.distance is None
-    assert curve.first.texts == curve.first.targets and curve.overall == curve.rows and curve.first.accuracy is None
-
-
-def test_a_written_curve_is_read_back(tmp_path):
-    rows = read_curve(OLD_CURVE).rows
-    curves.write_jsonl(tmp_path / "new" / "curve.jsonl", rows)
-    back = read_curve(tmp_path / "new" / "curve.jsonl")
-    assert back.rows == rows and back.by_length() == {128: rows[0], 256: rows[1]}
-    assert "protocol" not in (tmp_path / "new" / "curve.jsonl").read_text()
-    assert [f.name for f in (tmp_path / "new").iterdir()] == ["curve.jsonl"]
-
-
-def without(key: str) -> str:
-    """The first row of the fixture without this key."""
-    row = json.loads(OLD_CURVE.read_text().splitlines()[0])
-    return json.dumps({k: v for k, v in row.items() if k != key})
-
-
-def changed(**values: object) -> str:
-    return json.dumps({**json.loads(OLD_CURVE.read_text().splitlines()[0]), **values})
+def changed(without: str = "", **values: object) -> str:
+    row = {**json.loads(A_CURVE.read_text().splitlines()[0]), **values}
+    return json.dumps({k: v for k, v in row.items() if k != without})
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "", '{"n": 64', "{}", "[1]", "3", "null", "\x00\x01", without("n"), without("nll"), without("protocol"),
-        changed(n="64"), changed(n=True), changed(loss="low"), changed(loss=None), changed(nll=3.0),
-        changed(scaling="none"), changed(run=7), changed(window="all"), changed(unknown=1),
-        changed(windows=0), changed(hits="all"), changed(distance=1.5), changed(low=None), changed(high="0.5"),
-        OLD_CURVE.read_text()[:-40],
-    ],
-)  # fmt: skip
-def test_damaged_and_reshaped_curves_are_one_clear_line(text, tmp_path):
+    "text", ["", "[1]", "\x00\x01", changed("nll"), changed(windows=[0]), A_CURVE.read_text()[:-40]]
+)
+def test_damaged_curves_and_those_of_earlier_versions_are_one_clear_line(text, tmp_path):
     file = tmp_path / "broken.jsonl"
     file.write_text(text)
-    with pytest.raises(UserError, match=r"broken\.jsonl: not a curve that eval\.py wrote \(.*\): move it") as e:
+    with pytest.raises(UserError, match=r"broken\.jsonl: not a curve that .* wrote \(.*\): move it"):
         read_curve(file)
-    assert "\n" not in str(e.value)
-
-
-def test_a_damaged_curve_of_a_run_is_named_and_does_not_stop_the_others(runs, monkeypatch, capsys):
-    run_eval("run=rope", "ctx=128", *FEW)
-    for content in ("", '{"n": 64', "[1]"):
-        bad = Path("runs/rope/eval/broken.jsonl")
-        bad.write_text(content)
-        run_eval("run=rope", "ctx=128", *FEW)
-        monkeypatch.setattr(sys, "argv", ["compare.py", "rope"])
-        compare.main()
-        out, err = capsys.readouterr()
-        assert "rope  none" in out and "picture: " in out
-        assert err.count("left out: runs/rope/eval/broken.jsonl: not a curve that eval.py wrote") == 2
-        bad.unlink()
-    for file in Path("runs").glob("*/eval/*.jsonl"):
-        shutil.copy(file, file.with_suffix(".kept"))
-        file.write_text("")
-    assert "no curve in runs/ can be read" in error_of(compare.main, [], monkeypatch)
-    for file in Path("runs").glob("*/eval/*.kept"):
-        file.rename(file.with_suffix(".jsonl"))
 
 
 # ---- a run as one object ----
 
 
 def test_run_open_equals_its_parts(runs):
-    run = Run.open("rope", runs="runs", cache=".cache")
-    state = checkpoint.load(Path("runs/rope"))
-    assert run.name == "rope" and run.reason == "as named" and run.folder == Path("runs/rope")
-    assert run.cfg == state["cfg"] and run.step == state["step"] == 60
-    assert run.digest == checkpoint.digest(Path("runs/rope")) and run.validation == state["validation"]
-    assert run.corpus.key == corpora.prepare(run.cfg.data, ".cache").key == state["corpus"]
-    assert not run.model.training and run.context.pos == "rope"
+    run, state = Run.open("rope", runs="runs", cache=".cache"), checkpoint.load(Path("runs/rope"))
+    assert run.cfg == state["cfg"] and run.step == state["step"] == 60 and run.validation == state["validation"]
+    assert run.digest == checkpoint.digest(state["model"]) and not run.model.training
+    assert run.corpus.key == state["corpus"] and run.context.train_ctx == run.context.longest_trained_ctx == 64
     weights = run.model.state_dict()
-    assert weights.keys() == state["model"].keys()
-    assert all(torch.equal(weights[name], state["model"][name]) for name in weights)
-    assert run.context.train_ctx == run.context.longest_trained_ctx == 64
-    assert torch.equal(run.context.inv_freq, run.model.pos.inv_freq)
-    assert run.trained_scaling(640) == NO_CHANGE
+    assert all(torch.equal(weights.pop(name), value) for name, value in state["model"].items()) and not weights
     pi, logn = yaml_values("scaling", "pi"), yaml_values("scaling", "logn")
     change = run.change([pi, logn], 128, 256)
-    expected = override(NO_CHANGE, resolve(pi, run.context, 128, 256, [logn]))
-    assert torch.equal(change.inv_freq, expected.inv_freq) and torch.equal(change.inv_freq, run.context.inv_freq / 2)
-    assert (change.factor, change.logn) == (expected.factor, expected.logn) == (2, 64)
-
-
-def test_run_open_refuses_what_does_not_fit(runs):
-    def opened(name=None, **settings):
-        return Run.open(name, runs="runs", cache=".cache", **settings)
-
-    ntk = [yaml_values("scaling", "ntk")]
-    assert opened().name == "alibi" and opened(scalings=ntk, ctx=128).name == "rope"  # the newest that fits
-    with pytest.raises(UserError, match="scaling=ntk is not applicable"):
-        opened("alibi", scalings=ntk)
-    with pytest.raises(UserError, match="pos=learned has 64 positions"):
-        opened("learned", ctx=65)
-    with pytest.raises(UserError, match="run=absent: no trained run of that name"):
-        opened("absent")
+    assert torch.equal(change.inv_freq, run.context.inv_freq / 2) and (change.factor, change.logn) == (2, 64)

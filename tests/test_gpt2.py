@@ -1,16 +1,15 @@
 """exp=gpt2, FLOPs and MFU: by hand, and at reduced steps and width on local text."""
 
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
 
 import train
 from engine import checkpoint
-from engine.gpu_limits import peak_flops
-from engine.throughput import Throughput, flops_per_token
-from engine.tracking import TrainingLog
+from engine.device import peak_flops
+from engine.progress import Throughput, flops_per_token
+from engine.wandb_log import TrainingLog
 from model import gpt
 from tests.helpers import train_settings, write_documents
 
@@ -73,7 +72,7 @@ def test_exp_gpt2_trains_on_local_text(pos, here, monkeypatch, capsys):
         def point(self, step: int, values: dict[str, float]) -> None:
             logged.append(values)
 
-    monkeypatch.setattr(train, "training_log", lambda *args: nullcontext(Log()))
+    monkeypatch.setattr(train, "TrainingLog", Log)
     for name, peak in (("known", 1e12), ("unknown", None)):
         monkeypatch.setattr(train, "Throughput", with_peak(peak))
         logged.clear()

@@ -9,13 +9,19 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from data.near_copies import NGRAM, find_copies, ngram_hashes
-from measure.antecedents import EDGES, antecedent_groups, antecedents
-from measure.curves import Curve, controls, read_curve
-from measure.evaluation import NONE, WINDOW, Evaluation, Method, add_rows
-from measure.groups import Groups, group_rows, print_groups, ratio, target_losses
-from measure.key_tokens import key_token_groups
-from measure.statistics import bootstrap, gain
+from data.held_out import NGRAM, find_copies
+from measure.breakdowns import (
+    Groups,
+    antecedent_groups,
+    antecedents,
+    group_rows,
+    key_token_groups,
+    ratio,
+    target_losses,
+)
+from measure.curves import Curve, add_rows, controls
+from measure.evaluation import NONE, WINDOW, Evaluation, Method
+from measure.intervals import bootstrap, gain
 from model.scaling import ContextChange
 from tests.helpers import StubModel, held_out, run_eval, stub_evaluation, train_smoke_runs
 
@@ -48,26 +54,13 @@ def test_antecedents_of_short_and_of_unique_texts():
 @pytest.mark.parametrize("chunk", [2**24, 50])
 def test_copies_are_those_of_a_set_of_n_grams(chunk, monkeypatch):
     """Also where the training stream is compared in parts: no n-gram across two parts is lost."""
-    monkeypatch.setattr("data.near_copies.CHUNK", chunk)
+    monkeypatch.setattr("data.held_out.CHUNK", chunk)
     train = random_text(0, 900, kinds=3)
     documents = [random_text(1, 500, kinds=3), random_text(2, 7), random_text(3, 0), train[40:60].astype(np.int64)]
     known = {tuple(train[i : i + NGRAM].tolist()) for i in range(len(train) - NGRAM + 1)}
     for tokens, flags in zip(documents, find_copies(train, documents), strict=True):
         want = [i >= NGRAM - 1 and tuple(tokens[i - NGRAM + 1 : i + 1].tolist()) in known for i in range(len(tokens))]
         assert flags.dtype == bool and flags.tolist() == want
-    share = np.mean(find_copies(train, documents[:1])[0])
-    assert 0.02 < share < 0.98 and not find_copies(train[:0], documents)[0].any()
-
-
-def test_hashes_are_equal_where_n_grams_are():
-    tokens = random_text(5)
-    grams = [tuple(tokens[i : i + 5].tolist()) for i in range(len(tokens) - 4)]
-    number = {gram: i for i, gram in enumerate(dict.fromkeys(grams))}
-    hashes = ngram_hashes(tokens, 5)
-    assert len(np.unique(hashes)) == len(number) and hashes.dtype == np.uint64
-    assert [number[g] for g in grams] == [list(dict.fromkeys(hashes.tolist())).index(h) for h in hashes.tolist()]
-    assert not (ngram_hashes(np.zeros(20), 5) == ngram_hashes(np.ones(20), 5)).any()
-    assert len(ngram_hashes(tokens[:4], 5)) == 0 and len(ngram_hashes(tokens[:5], 5)) == 1
 
 
 # ---- groups of targets ----
@@ -111,12 +104,6 @@ def test_groups_by_antecedent_partition_the_targets(tmp_path):
     assert set(np.unique(groups.group)) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("ctx, last", [(100, ["< 64", "< 100", ">= 100"]), (300, ["< 256", "< 300", ">= 300"])])
-def test_the_last_edge_is_the_longest_length(ctx, last, tmp_path):
-    found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, f"ctx={ctx}", *SETTINGS[1:])
-    assert antecedent_groups(found).names[-len(last) :] == last and list(EDGES) == sorted(EDGES)
-
-
 @pytest.mark.parametrize("period, name", [(63, "< 64"), (64, "< 256"), (255, "< 256"), (256, ">= 256")])
 def test_a_group_begins_with_its_lower_edge(period, name, tmp_path):
     found = stub_evaluation(Uneven(), held_out([np.arange(900) % period] * 2), tmp_path, *SETTINGS)
@@ -146,7 +133,7 @@ def test_gains_of_groups_add_up_to_the_gain_over_all_targets(slope, tmp_path):
         for key, want in (("gain", gain(own, bar)[0]), ("loss", own.loss), ("control", bar.loss)):
             mean = sum(row["targets"] * row[key] for row in parts) / (3 * 2 * 64)
             assert mean == pytest.approx(want, abs=1e-4), key
-    one = Groups("all", "all", ["all", "empty"], np.zeros((3, 2, 64), dtype=np.int64))
+    one = Groups("all", ["all", "empty"], np.zeros((3, 2, 64), dtype=np.int64))
     (all_of_them, empty) = [row for row in group_rows(found, curves, NONE, one) if row["n"] == 256]
     want = gain(curves["none"].by_length()[256], bars[256])
     assert (all_of_them["gain"], all_of_them["low"], all_of_them["high"]) == pytest.approx(want, abs=1e-4)
@@ -162,30 +149,17 @@ def test_far_lengths_use_the_groups_of_their_windows(tmp_path):
     rows = group_rows(found, curves, NONE, groups)
     place = found.task.near.index(far)
     assert [r["targets"] for r in rows] == [int((groups.group[:, place] == i).sum()) for i in range(len(groups.names))]
-    assert sum(r["targets"] for r in rows) == 2 * 64
     bar = controls(curves.values())["stub"][2304]
-    assert bar.label == "none" and len(bar.windows) == 3  # truncation, of which one window counts
+    assert bar.label == "none" and len(bar.scored_windows) == 3  # truncation, of which one window counts
     mean = sum(r["targets"] * r["gain"] for r in rows if r["targets"]) / (2 * 64)
     assert mean == pytest.approx(gain(curves["none"].by_length()[2304], bar)[0], abs=1e-4)
 
 
 def test_ratio_weights_documents_by_their_targets():
     sums, counts = np.array([2.0, 12.0, 0.0]), np.array([1, 4, 0])
-    mean, low, high = ratio(sums, counts)
-    assert mean == 14 / 5 and low == 2.0 and high == 3.0  # a draw has document 0 or 1 alone, or both
+    assert ratio(sums, counts) == (14 / 5, 2.0, 3.0)  # a draw has document 0 or 1 alone, or both
     assert ratio(sums, np.zeros(3, dtype=int)) == (None, None, None)
-    equal = np.full(3, 4)
-    assert ratio(4 * sums, equal) == pytest.approx((sums.mean(), *bootstrap(sums)))
-
-
-def test_groups_without_targets_are_printed_as_empty_cells(capsys):
-    groups = Groups("toy", "toy", ["some", "none"], np.zeros((1, 1, 1), dtype=np.int64))
-    row = {"n": 128, "group": "some", "targets": 5, "share": 1.0, "control": 2.0, "gain": 0.5, "low": 0.25, "high": 1.0}
-    empty = {**row, "group": "none", "targets": 0, "share": 0.0, "control": None, "gain": None}
-    print_groups([row, empty], groups, "pi")
-    out = capsys.readouterr().out
-    assert "gain of pi over the better control by toy" in out and "+0.500 [+0.250, +1.000]" in out
-    assert out.splitlines()[-1].split() == ["none", "0.0", "%"]
+    assert ratio(4 * sums, np.full(3, 4)) == pytest.approx((sums.mean(), *bootstrap(sums)))
 
 
 # ---- key tokens ----
@@ -201,7 +175,7 @@ def reference(found: Evaluation, folder: Path, short: np.ndarray, long: np.ndarr
     by_length = curve.by_length()
     for n, losses in ((64, short), (128, long)):
         row = dataclasses.replace(
-            by_length[n], run="tuned", extended_ctx=long_ctx, nll=losses.sum(axis=2).ravel().tolist()
+            by_length[n], run="tuned", longest_trained_ctx=long_ctx, nll=losses.sum(axis=2).ravel().tolist()
         )
         add_rows(file, [row], losses.reshape(-1, losses.shape[-1]).astype(np.float32))
 
@@ -209,52 +183,38 @@ def reference(found: Evaluation, folder: Path, short: np.ndarray, long: np.ndarr
 def test_key_tokens_are_those_for_which_the_reference_needs_its_context(tmp_path):
     found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *SETTINGS)
     short, long = np.full((3, 2, 64), 3.0), np.full((3, 2, 64), 1.5)
-    cases = [
-        ((4.0, 1.9), 1),
-        ((4.0, 2.1), 0),
-        ((5.0, 2.5), 0),
-        ((3.5, 1.9), 0),
-        ((2.0, 0.1), 0),
-        ((9.0, 0.5), 1),
-        ((0.5, 9.0), 0),
-    ]
-    for i, ((before, after), _) in enumerate(cases):
-        short[1, 1, i], long[1, 1, i] = before, after
+    short[1, 1, :7], long[1, 1, :7] = (4.0, 4.0, 5.0, 3.5, 2.0, 9.0, 0.5), (1.9, 2.1, 2.5, 1.9, 0.1, 0.5, 9.0)
     reference(found, tmp_path, short, long)
     groups = key_token_groups(found, "tuned", str(tmp_path / "runs"))
     assert groups.names == ["others", "key"] and groups.group.sum() == 2
-    assert groups.group[1, 1, : len(cases)].tolist() == [key for _, key in cases]
+    assert groups.group[1, 1, :7].tolist() == [1, 0, 0, 0, 0, 1, 0]
 
 
 def test_reference_runs_that_cannot_choose_are_refused(tmp_path):
     found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *SETTINGS)
-    runs, losses = str(tmp_path / "runs"), np.ones((3, 2, 64))
-    for name, message in (
-        ("stub", "key_tokens=stub: must be another run than the evaluated one"),
-        ("tuned", r"key_tokens=tuned: not evaluated on these targets: first python eval\.py run=tuned ctx=256"),
-    ):
-        with pytest.raises(UserError, match=message) as error:
-            key_token_groups(found, name, runs)
-        assert "\n" not in str(error.value)
-    reference(found, tmp_path, losses, losses, long_ctx=64)
-    with pytest.raises(UserError, match="must be a run that was fine-tuned at more than 64"):
-        key_token_groups(found, "tuned", runs)
-    reference(found, tmp_path, losses, losses)
     other = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, "ctx=256", "documents=2", "task.windows=2")
-    with pytest.raises(UserError, match="key_tokens=tuned: not evaluated on these targets"):
-        key_token_groups(other, "tuned", runs)
-    assert key_token_groups(found, "tuned", runs).group.sum() == 0
+    runs, losses = str(tmp_path / "runs"), np.ones((3, 2, 64))
+    reference(found, tmp_path, losses, losses, long_ctx=64)
+    for evaluation, name, message in (
+        (found, "stub", "key_tokens=stub: must be another run than the evaluated one"),
+        (found, "absent", r"absent: not evaluated on these targets: first python eval\.py run=absent ctx=256"),
+        (found, "tuned", "must be a run that was fine-tuned at more than 64"),
+        (other, "tuned", "key_tokens=tuned: not evaluated on these targets"),
+    ):
+        with pytest.raises(UserError, match=message):
+            key_token_groups(evaluation, name, runs)
+        if message.startswith("must be a run"):
+            reference(found, tmp_path, losses, losses)
 
 
 def test_targets_without_losses_are_one_line(tmp_path):
     found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *SETTINGS)
     row, file = curves_of(found)["none"].rows[0], found.curve_file(NONE)
-    assert target_losses(file, row).shape == (3, 2, 64)
+    assert target_losses(file, row).sum(axis=2).ravel() == pytest.approx(np.array(row.nll), abs=1e-3)
     for path in file.parent.rglob("*.np*"):
-        path.write_bytes(b"damaged")
-    with pytest.raises(UserError, match="no losses of single targets: evaluate again with fresh=true") as error:
+        path.unlink()
+    with pytest.raises(UserError, match="no losses of single targets: evaluate again with fresh=true"):
         target_losses(file, row)
-    assert "\n" not in str(error.value)
 
 
 # ---- eval.py ----
@@ -270,33 +230,31 @@ def trained(tmp_path_factory, cache) -> Path:
 def test_eval_prints_and_writes_gains_by_group(trained, monkeypatch, capsys):
     monkeypatch.chdir(trained)
     few = ("ctx=256", "documents=3", "task.windows=2")
-    with pytest.raises(UserError, match="key_tokens=tuned: not evaluated on these targets"):
-        run_eval("run=rope", "scaling=pi", *few, "key_tokens=tuned")
     run_eval("run=tuned", *few)
     capsys.readouterr()
-    run_eval("run=rope", "scaling=pi", *few, "by_antecedent=true", "key_tokens=tuned")
+    run_eval("run=rope", "scaling=pi", *few, "by_antecedent=true", "key_tokens=tuned", "by_position=true")
     out = capsys.readouterr().out
-    for title in ("antecedent", "key_tokens"):
+    for title in ("antecedent", "key_tokens=tuned"):
         assert f"gain of pi over the better control by {title}, nats/token [95 %]" in out
-        (file,) = Path("runs/rope/eval/groups").glob(f"{title}-pi-ctx256-*.jsonl")
-        assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        (file,) = Path("runs/rope/eval/groups").glob(f"{title}-pi-*-ctx256-*.jsonl")
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         assert {row["n"] for row in rows} == {128, 256} and {row["run"] for row in rows} == {"rope"}
-        for n in (128, 256):
-            assert sum(row["targets"] for row in rows if row["n"] == n) == 3 * 2 * 64
-    assert read_curve(next(Path("runs/rope/eval").glob("pi-*.jsonl"))).rows  # the files of curves are as they were
+        assert sum(row["targets"] for row in rows) == 2 * 3 * 2 * 64
+    (file,) = Path("runs/rope/eval/groups").glob("position-pi-*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(r["label"], r["from"]) for r in rows] == [(x, n) for x in ("none", "window", "pi") for n in (0, 64, 128)]
+    assert "\n64-127, past L " in out and len({row["loss"] for row in rows if row["from"] == 128}) == 3
 
 
-@pytest.mark.parametrize("setting", ["by_antecedent=true", "key_tokens=tuned"])
-def test_other_tasks_have_no_groups(setting, trained, monkeypatch):
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (["ctx=128", "task=prefix", "by_antecedent=true"], "is for task=matched only, and this is task=prefix"),
+        (["ctx=128", "task=prefix", "key_tokens=tuned"], "is for task=matched only, and this is task=prefix"),
+        (["ctx=[64]", "task.windows=2", "by_antecedent=true"], "ctx=64: must be above the trained context 64"),
+    ],
+)
+def test_other_tasks_and_short_contexts_have_no_groups(settings, message, trained, monkeypatch):
     monkeypatch.chdir(trained)
-    with pytest.raises(UserError, match=f"{setting}: is for task=matched only, and this is task=prefix") as error:
-        run_eval("run=rope", "ctx=128", "documents=2", "task=prefix", setting)
-    assert "\n" not in str(error.value)
-
-
-def test_groups_within_the_trained_context_are_refused(trained, monkeypatch):
-    monkeypatch.chdir(trained)
-    with pytest.raises(UserError, match="ctx=64: must be above the trained context 64") as error:
-        run_eval("run=rope", "ctx=[64]", "documents=2", "task.windows=2", "by_antecedent=true")
-    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=message):
+        run_eval("run=rope", "documents=2", *settings)

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from scipy import integrate, optimize
 
-from measure import mixed_effects
-from measure.mixed_effects import Estimate, estimate
-from studies.rows import losses, minus, per_document, read_rows
-from tests.helpers import ROOT
+from measure import intervals as mixed_effects
+from measure.intervals import Estimate, estimate
+from studies.rows import MATRIX, difference, read_rows
 
 RNG = np.random.default_rng(0)
 
@@ -187,10 +186,9 @@ ROWS = {
 @functools.cache
 def components_of_rows() -> dict[str, tuple[float, float, float]]:
     """The variance components of ROWS, in the rows of the last 64 tokens."""
-    path = ROOT / "results/matrix-last64.jsonl"
-    rows = read_rows(path if path.exists() else ROOT / "results/matrix.jsonl")
-    pairs = {name: minus(losses(rows, *a), losses(rows, *b)) for name, (a, b) in ROWS.items()}
-    return {name: mixed_effects.variance_components(per_document(delta)) for name, delta in pairs.items()}
+    rows = read_rows(MATRIX[1] if MATRIX[1].exists() else MATRIX[0])
+    deltas = {name: difference(rows.find(*a), rows.find(*b)) for name, (a, b) in ROWS.items()}
+    return {name: mixed_effects.variance_components(delta) for name, delta in deltas.items()}
 
 
 def coverage(components: tuple[float, float, float], S: int, D: int = 32, draws: int = 4000) -> float:

@@ -263,13 +263,13 @@ def test_xpos_is_ropes_score_times_a_decay_of_the_distance(offset):
 def test_t5_buckets_equal_transformers():
     attention = pytest.importorskip("transformers.models.t5.modeling_t5").T5Attention
     for buckets, longest in ((32, 128), (16, 64), (8, 1000), (64, 128)):
-        ours = T5Bias(SHAPE, buckets, longest).bucket(torch.arange(3000))
+        ours = T5Bias(SHAPE, buckets, longest, 1.0).bucket(torch.arange(3000))
         theirs = attention._relative_position_bucket(-torch.arange(3000), False, buckets, longest)
         assert torch.equal(ours, theirs)
 
 
 def test_t5_buckets_by_hand():
-    bucket = T5Bias(SHAPE, 8, 16).bucket(torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16, 1000]))
+    bucket = T5Bias(SHAPE, 8, 16, 1.0).bucket(torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16, 1000]))
     # 0..3 exact; then 4 + floor(4 ln(d / 4) / ln 4): 6 -> 5.17, 8 -> 6, 12 -> 7.17
     assert bucket.tolist() == [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 7, 7]
 

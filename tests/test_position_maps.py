@@ -10,7 +10,7 @@ import torch
 
 from conf.errors import UserError
 from model import attention, gpt
-from model.position_maps import Clipped
+from model.regions import Clipped
 from model.scaling import ContextChange, NotApplicable, TrainedContext, resolve
 from model.scaling.dual_chunk import Chunks
 from model.scaling.self_extend import Grouped

@@ -9,7 +9,8 @@ import pytest
 
 from conf.errors import UserError
 from studies import real
-from tests.helpers import write_documents
+from studies.rows import MATRIX, Rows, read_rows, study_row
+from tests.helpers import ROOT, write_documents
 
 
 @pytest.mark.parametrize("winners, small, want", [
@@ -32,16 +33,15 @@ def test_the_order_of_two_methods_is_paired_by_document():
     assert real.order(gains, "yarn", "pi", 2.0)[0] == "?" and real.order(gains, "yarn", "ntk", 2.0) == ("", "")
 
 
-def test_the_gain_of_the_small_model_is_over_its_bar():
-    def row(label: str, n: int, nats: float) -> dict:
-        return {"name": "rope-s0", "seed": 0, "label": label, "n": n, "train_ctx": 64, "tokens": 4, "windows": [0],
-                "nll": [2 * nats, 2 * nats]}  # fmt: skip
-
-    rows = [row("none", 64, 3.0), row("window", 64, 3.0), row("none", 128, 5.0), row("window", 128, 2.5),
-            row("pi", 128, 2.0)]  # fmt: skip
-    gains = real.tiny_gains(rows)
-    assert gains["pi", 2.0].tolist() == [[0.5, 0.5]] and gains["none", 2.0].tolist() == [[-2.5, -2.5]]
-    assert gains["none", 1.0].tolist() == [[0.0, 0.0]] and ("yarn", 2.0) not in gains
+def test_real_md_has_the_numbers_of_its_rows():
+    """Its perplexities, gains and orders; the gains by distance have no rows."""
+    found = [json.loads(text) for text in (ROOT / "results/real.jsonl").read_text().splitlines()]
+    rows = {c: Rows([study_row(row) for row in found if row["corpus"] == c]) for c in real.CORPORA}
+    gains = {corpus: real.gains_of(of_corpus, "smollm2") for corpus, of_corpus in rows.items()}
+    made = [line for of_corpus in rows.values() for line in real.gain_table(of_corpus)]
+    made += real.compare_orders(gains, real.gains_of(read_rows(MATRIX[0]), "rope"))
+    published = (ROOT / "results/real.md").read_text().splitlines()
+    assert len(made) > 40 and [line for line in made if line not in published] == []
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_the_command_writes_rows_tables_and_figure_and_is_resumable(tmp_path, mo
     rows = [json.loads(text) for text in Path("real.jsonl").read_text().splitlines()]
     labels = {*real.METHODS, "window"}
     assert {(row["label"], row["n"]) for row in rows} == {(label, n) for label in labels for n in (64, 96, 128)}
-    assert all(row["gain"] == 0 for row in rows if row["n"] == 64 and row["label"] in ("none", "window", "pi"))
+    assert len({row["loss"] for row in rows if row["n"] == 64 and row["label"] in ("none", "window", "pi")}) == 1
     text = Path("real.md").read_text()
     assert "## Gain by the distance to the antecedent, code" in text and "| 128 | rerope + logn |" in text
     assert Path("real.png").stat().st_size > 10_000
@@ -79,4 +79,4 @@ def test_without_curves_the_command_says_how_to_measure_them(tmp_path):
         run, runs, documents, scored_tokens, overrides = "gguf:x", str(tmp_path), 3, 32, ()
 
     with pytest.raises(UserError, match=r"no curves: python -m studies\.real"):
-        real.read_curves(Arguments(), "sympy")
+        real.read_evaluation(Arguments(), "sympy")

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from model import spectrum, thresholds
+from model import spectrum
 from model.scaling import TrainedContext
 from studies import decay, spectrum as spectrum_study
-from tests.helpers import run_train
 
 
 def rope(L: int = 256, D: int = 64, base: float = 10000.0) -> TrainedContext:
@@ -55,18 +54,11 @@ def test_card_and_warning():
     assert "32 pairs rotate 40.7 .. 0.0054 times within 256 tokens; 19 never complete a rotation" in card
     assert spectrum.card(TrainedContext("alibi", 256, None)) == ""
     llama = rope(L=4096, D=128)
-    assert thresholds.warning({"beta_fast": 32.0}, llama) == thresholds.warning({"beta": 32.0}, llama) == ""
-    short = thresholds.warning({"beta_fast": 32.0}, rope(L=128))
+    assert spectrum.warning({"beta_fast": 32.0}, llama) == spectrum.warning({"beta": 32.0}, llama) == ""
+    short = spectrum.warning({"beta_fast": 32.0}, rope(L=128))
     assert "scaling.beta_fast=32: 0 of 32 pairs rotate more often than that within 128 tokens" in short
-    assert "beta=32" in thresholds.warning({"beta": 32.0}, rope(L=128))
-    assert thresholds.warning({"beta": 32.0}, TrainedContext("alibi", 128, None)) == ""
-
-
-def test_train_prints_the_card_for_rope_and_not_for_alibi(here, capsys):
-    run_train("steps=1", "name=a")
-    assert "never complete a rotation" in capsys.readouterr().out
-    run_train("steps=1", "name=b", "pos=alibi")
-    assert "never complete a rotation" not in capsys.readouterr().out
+    assert "beta=32" in spectrum.warning({"beta": 32.0}, rope(L=128))
+    assert spectrum.warning({"beta": 32.0}, TrainedContext("alibi", 128, None)) == ""
 
 
 def test_spectrum_study_writes_picture_and_table(tmp_path, monkeypatch, capsys):
@@ -91,13 +83,12 @@ def test_decay_curves_are_sus_formula(base):
     """Against complex numbers of 40 digits at a few distances, and q . k from the rotation itself."""
     D, T = 64, 2048
     f = spectrum.frequencies(D, base)
-    score, b, bound = (g(f, T) for g in (decay.score, decay.similarity, decay.su_bound))
+    score, bound = (g(f, T) for g in (decay.score, decay.su_bound))
     with mpmath.workdps(40):
         for m in (0, 1, 17, 500, 2047):
             waves = [mpmath.expj(m * mpmath.power(base, mpmath.mpf(-2 * i) / D)) for i in range(D // 2)]
             want = sum(abs(sum(waves[: j + 1])) for j in range(D // 2)) * 2 / D
             assert bound[m].item() == pytest.approx(float(want), rel=1e-9)
-            assert b[m].item() == pytest.approx(float(sum(w.real for w in waves)), abs=1e-9)
             assert score[m].item() == pytest.approx(float(sum(2 * w.real for w in waves)) / D, abs=2e-6)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from model.attention import Where
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
 from tests.helpers import encoding_of, model_of, train_settings
 from tests.upstream import CASES, FILE, projection, wave
@@ -48,7 +49,7 @@ class Layer:
         positions = torch.arange(self.T)
         with torch.no_grad():
             prepared = self.pos.prepare(positions, change)
-            return self.attention(self.x[None], self.pos, positions, prepared, change).view(self.shape)
+            return self.attention(self.x[None], Where(self.pos, positions, prepared, change)).view(self.shape)
 
 
 def check(got: Tensor, want: Tensor) -> None:
@@ -138,4 +139,4 @@ def test_sssl_has_the_windows_of_nanochat(given: dict[str, Any], want: Tensor):
     """Of January to March 2026. They count the tokens before the query's own, we count that, too: we see one less."""
     ctx, n_layers = given["ctx"], given["n_layers"]
     layers = train_settings("layers=sssl", f"model.n_layers={n_layers}", f"ctx={ctx}", f"batch_tokens={ctx}").layers
-    assert [layers[letter]["window"] or ctx for letter in layers["pattern"]] == want.tolist()
+    assert [layers.types[letter].window or ctx for letter in layers.pattern] == want.tolist()

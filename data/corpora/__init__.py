@@ -1,7 +1,31 @@
 """Corpora: one file each. conf/data/NAME.yaml says `kind: FILE`; FILE.py defines two functions of the yaml's knobs.
 
     fingerprint(**knobs) -> dict                     what identifies the text; a change prepares the corpus again
-    documents(**knobs) -> Iterator[(name, text)]     the whole documents, in a fixed order
+    documents(**knobs) -> Iterable[(name, text)]     the whole documents, in a fixed order
 
-The yaml also says tokenizer, vocab_size and holdout (documents held out), which data/corpus.py reads.
+The yaml also says tokenizer, vocab_size and holdout (documents held out), which data/corpus.py reads. The functions
+here are for corpora that are files of an installed package. requirement: PACKAGE==VERSION.
 """
+
+import hashlib
+import importlib.util
+from pathlib import Path
+
+from conf.errors import UserError
+
+
+def package_folder(requirement: str) -> Path:
+    """The folder of a package, which is found and never imported."""
+    package = requirement.partition("==")[0]
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise UserError(f"data: {package} is not installed: pip install {requirement}")
+    return Path(spec.origin).parent
+
+
+def checked(documents: list[tuple[str, str]], sha256: str, requirement: str) -> list[tuple[str, str]]:
+    """The documents, whose texts must have this checksum when they are joined."""
+    found = hashlib.sha256("".join(text for _, text in documents).encode()).hexdigest()
+    if found != sha256:
+        raise UserError(f"data: the installed files are not those of {requirement}: pip install -I {requirement}")
+    return documents

@@ -1,6 +1,5 @@
 """Long documents from a dataset on the Hugging Face hub. They are streamed, so the download ends with the last one."""
 
-import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -28,10 +27,8 @@ def stream(corpus: str, dataset: str, documents: int, min_bytes: int, **load: An
             if found == documents:
                 return
     except Exception as e:  # of requests, httpx, huggingface_hub, fsspec and others: all mean the same to a user
-        first = next(itertools.chain(str(e).splitlines(), [type(e).__name__]))
-        raise UserError(
-            f"data={corpus}: {dataset} could not be read from the hub ({type(e).__name__}: {first[:120]}): "
-            "go online, or use data=sympy, data=books or data=text"
-        ) from None
+        first = str(e).partition("\n")[0][:120]
+        error = f"{dataset} could not be read from the hub ({type(e).__name__}: {first})"
+        raise UserError(f"data={corpus}: {error}: go online, or use data=sympy, data=books or data=text") from None
     if found < documents:
         raise UserError(f"data.documents={documents}: {dataset} has {found} documents of {min_bytes} bytes")

@@ -11,7 +11,7 @@ import re
 import string
 from collections.abc import Iterator
 
-from conf.errors import UserError
+from conf.errors import check
 from data.corpora import sympy
 
 TABLE = re.compile(r"#( [A-Z] [a-z])+")
@@ -42,9 +42,8 @@ def annotate(lines: list[str], rng: random.Random, pairs: int) -> str:
 
 
 def fingerprint(pairs: int) -> dict:
-    """pairs: at most so many are current at a time. UserError if out of range."""
-    if not 1 <= pairs <= 26:
-        raise UserError(f"data.pairs={pairs}: must be from 1 to 26, as keys are capital letters")
+    """pairs: at most so many are current at a time."""
+    check(1 <= pairs <= 26, "data.pairs", pairs, "from 1 to 26, as keys are capital letters")
     # A sample of tables, so that a change of the code above changes the fingerprint and the corpus is prepared again
     sample = annotate(["x"] * 256, random.Random("mqar"), pairs)
     return {"corpus": "mqar", "pairs": pairs, "of": sympy.SHA256, "sample": hashlib.sha256(sample.encode()).hexdigest()}

@@ -12,26 +12,25 @@ import random
 import re
 import string
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from conf.errors import UserError
+from conf.errors import check
 from data.corpora import sympy
 
 NOTE = re.compile(r"# ([A-Z] )+[a-z]( [a-z])*")
 
 
+@dataclass
 class Notes:
-    """The notes that can be repeated: at most `size` at a time. Each is equally likely to be written next.
+    """The notes that can be repeated: at most `size` at a time. Each is equally likely to be written next."""
 
-    key, answer: the number of letters of each part. capitals, letters: those that random notes are made of.
-    """
-
-    def __init__(
-        self, rng: random.Random, size: int, key: int, answer: int,
-        capitals: str = string.ascii_uppercase, letters: str = string.ascii_lowercase,
-    ):  # fmt: skip
-        self.rng, self.size, self.key, self.answer = rng, size, key, answer
-        self.capitals, self.letters = capitals, letters
-        self.alive: dict[str, str] = {}
+    rng: random.Random
+    size: int
+    key: int  # letters of each part
+    answer: int
+    capitals: str = string.ascii_uppercase  # those that random notes are made of
+    letters: str = string.ascii_lowercase
+    alive: dict[str, str] = field(default_factory=dict)  # key -> note
 
     def new(self, first: str | None = None) -> str:
         """The text of a new random note. first: its first capital letter; None draws it."""
@@ -66,9 +65,9 @@ def annotate(lines: list[str], rng: random.Random, key: int, answer: int) -> str
 
 
 def fingerprint(key: int, answer: int) -> dict:
-    """key, answer: the number of capital and of small letters of a note. UserError if they are out of range."""
-    if not (1 <= key <= 16 and 1 <= answer <= 64):
-        raise UserError(f"data.key={key}, data.answer={answer}: must be 1 to 16 and 1 to 64 letters")
+    """key, answer: the number of capital and of small letters of a note."""
+    check(1 <= key <= 16, "data.key", key, "from 1 to 16")
+    check(1 <= answer <= 64, "data.answer", answer, "from 1 to 64")
     # A sample of notes, so that a change of the code above changes the fingerprint and the corpus is prepared again
     sample = annotate(["x"] * 256, random.Random("recall"), key, answer)
     return {"corpus": "recall", "of": sympy.SHA256, "sample": hashlib.sha256(sample.encode()).hexdigest()}

@@ -5,18 +5,15 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from conf.errors import UserError
+from conf.errors import UserError, check
 
 
 def _paths(files: str | None) -> list[Path]:
-    """The files that the glob matches, sorted. UserError for fewer than two, because complete files are held out."""
-    if not files:
-        raise UserError("data=text needs data.files='GLOB', for example data.files='docs/**/*.txt'")
-    paths = sorted(Path(p) for p in glob.glob(files, recursive=True) if Path(p).is_file())  # noqa: PTH207 (absolute globs)
-    if not paths:
-        raise UserError(f"data.files={files}: matches no file (seen from {Path.cwd()})")
-    if len(paths) == 1:
-        raise UserError(f"data.files={files}: matches one file; at least 2 are needed, since whole files are held out")
+    """The files that the glob matches, sorted."""
+    found = glob.glob(files or "", recursive=True)  # noqa: PTH207 (absolute globs)
+    paths = sorted(Path(p) for p in found if Path(p).is_file())
+    right = f"a glob such as 'docs/**/*.txt' that matches at least 2 files; it matches {len(paths)} from {Path.cwd()}"
+    check(len(paths) >= 2, "data.files", files, right)  # whole files are held out
     return paths
 
 
@@ -29,12 +26,10 @@ def fingerprint(files: str | None) -> dict:
 def documents(files: str | None) -> Iterator[tuple[str, str]]:
     """(path, text) of each file; empty files are left out. UserError for a file that is not UTF-8 text."""
     for path in _paths(files):
-        raw = path.read_bytes()
         try:
-            text = raw.decode("utf-8-sig")
+            text = path.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as e:
             raise UserError(f"data.files: {path} is not UTF-8 text (byte {e.start}): exclude or convert it") from None
-        if "\0" in text:
-            raise UserError(f"data.files: {path} holds NUL bytes, so it is binary: exclude it")
+        check("\0" not in text, "data.files", path, "text: it holds NUL bytes")
         if text.strip():
             yield path.as_posix(), text

@@ -11,7 +11,7 @@ import re
 import string
 from collections.abc import Iterator
 
-from conf.errors import UserError
+from conf.errors import check
 from data.corpora import sympy
 
 ASSIGNMENT = re.compile(r"# [A-Z] [=:] [A-Za-z]")
@@ -45,9 +45,8 @@ def annotate(lines: list[str], rng: random.Random, hops: int) -> str:
 
 
 def fingerprint(hops: int) -> dict:
-    """hops: the longest chain of assignments. UserError if out of range."""
-    if not 0 <= hops <= 8:
-        raise UserError(f"data.hops={hops}: must be from 0 to 8")
+    """hops: the longest chain of assignments."""
+    check(0 <= hops <= 8, "data.hops", hops, "from 0 to 8")
     # A sample of notes, so that a change of the code above changes the fingerprint and the corpus is prepared again
     sample = hashlib.sha256(annotate(["x"] * 256, random.Random("tracking"), hops).encode()).hexdigest()
     return {"corpus": "tracking", "hops": hops, "of": sympy.SHA256, "sample": sample}

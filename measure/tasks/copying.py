@@ -8,7 +8,7 @@ import random
 
 from conf.errors import UserError, check
 from data.corpus import HeldOut
-from measure.placed_answers import PlacedAnswer
+from measure.tasks.placed import PlacedAnswer
 
 
 class Copying(PlacedAnswer):
@@ -16,25 +16,19 @@ class Copying(PlacedAnswer):
         """cue, answer: tokens of the passage; the first ones identify it, the others are scored."""
         check(1 <= cue <= 64, "task.cue", cue, "from 1 to 64 tokens")
         check(1 <= answer <= 64, "task.answer", answer, "from 1 to 64 tokens")
-        self.size, self.label = cue + answer, f"copying cue={cue} answer={answer}"
-        self.scored = [True] * answer
-        self.shortest = self.minimum = max(128, 4 * self.size)
+        size, self.label = cue + answer, f"copying cue={cue} answer={answer}"
+        self.scored, self.given, self.asked = [True] * answer, size, size - 1
         super().__init__(corpus, ctx, documents, threshold)
-        self.long = [d.tokens for d in corpus.held_out if len(d.tokens) > ctx + self.size]
+        self.long = [d.tokens for d in corpus.held_out if len(d.tokens) > ctx + size]
         if len(self.long) < 2:
-            raise UserError(
-                f"ctx={ctx}: task=copying needs two held-out documents of more than {ctx + self.size} tokens"
-            )
-
-    def distances(self, n: int) -> list[int]:
-        return [d for d in super().distances(n) if self.size < d <= n + 1 - self.size]  # the first one is complete
+            raise UserError(f"ctx={ctx}: task=copying needs two held-out documents of more than {ctx + size} tokens")
 
     def example(self, n: int, distance: int, rng: random.Random) -> list[int]:
         passages, document = rng.sample(self.long, 2)
-        start, at = rng.randrange(len(passages) - self.size), rng.randrange(len(document) - n - self.size)
-        passage = passages[start : start + self.size].tolist()
-        text = document[at : at + n + self.size].tolist()
-        cut = len(text) - (distance - self.size)
+        start, at = rng.randrange(len(passages) - self.given), rng.randrange(len(document) - n - self.given)
+        passage = passages[start : start + self.given].tolist()
+        text = document[at : at + n + self.given].tolist()
+        cut = len(text) - (distance - self.given)
         before, between = text[:cut], text[cut:]
         return [*before, *passage, *between, *passage][-n - 1 :]
 

@@ -8,7 +8,7 @@ import random
 from conf.errors import check
 from data.corpora.mqar import TABLE, new_pairs, table
 from data.corpus import HeldOut
-from measure.placed_answers import PlacedAnswer
+from measure.tasks.placed import PlacedAnswer
 
 
 class Mqar(PlacedAnswer):
@@ -21,18 +21,16 @@ class Mqar(PlacedAnswer):
         self.pairs, self.queries = pairs, queries
         self.label = f"mqar pairs={pairs} queries={queries}"
         self.scored = ([False, True] * queries)[1:]  # the first value, then each key and its value
+        self.given, self.asked = 2 + 2 * pairs, 1 + 2 * queries
         super().__init__(corpus, ctx, documents, threshold)
         self.check_letters(pairs, 2)
         self.chance = 1 / pairs  # of a model that names any of the values of the table
 
-    def distances(self, n: int) -> list[int]:
-        return [d for d in super().distances(n) if d > 2 + 2 * self.pairs and d + 2 * self.queries < n]
-
     def example(self, n: int, distance: int, rng: random.Random) -> list[int]:
         """distance: from the start of the table to the start of the line of queries, tokens."""
         pairs = new_pairs(rng, self.pairs, self.capitals, self.letters)
-        given = self.one_token_each(f"{table(pairs, list(pairs))}\n", 2 + 2 * self.pairs)
-        asked = self.one_token_each(table(pairs, rng.sample(list(pairs), self.queries)), 1 + 2 * self.queries)
+        given = self.one_token_each(f"{table(pairs, list(pairs))}\n", self.given)
+        asked = self.one_token_each(table(pairs, rng.sample(list(pairs), self.queries)), self.asked)
         filler = self.filler(rng)
         between = filler(distance - len(given))
         return [*filler(n), *given, *between, *asked][-n - 1 :]

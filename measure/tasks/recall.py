@@ -5,21 +5,29 @@ A note is a comment such as `# K a f z c`. The idea is that of passkey retrieval
 repeated between the lines.
 """
 
+import itertools
 import random
 
 from conf.errors import check
 from data.corpora.recall import NOTE, Notes, interleave
 from data.corpus import HeldOut
-from measure.placed_answers import PlacedAnswer
+from measure.tasks.placed import PlacedAnswer
 
 
 class Recall(PlacedAnswer):
     notes = NOTE
 
     def __init__(
-        self, corpus: HeldOut, ctx: int, documents: int, key: int, answer: int, queries: int, distractors: int,
+        self,
+        corpus: HeldOut,
+        ctx: int,
+        documents: int,
+        key: int,
+        answer: int,
+        queries: int,
+        distractors: int,
         threshold: float,
-    ):  # fmt: skip
+    ):
         """key, answer: letters of a note. queries: notes to recall. distractors: other notes that can be repeated."""
         check(1 <= key <= 16, "task.key", key, "from 1 to 16 letters")
         check(1 <= answer <= 64, "task.answer", answer, "from 1 to 64 letters")
@@ -29,25 +37,19 @@ class Recall(PlacedAnswer):
         self.label = f"recall key={key} answer={answer} queries={queries} distractors={distractors}"
         note = [False] * (1 + key) + [True] * answer + [False]  # the sign, the key, the answer, the end of the line
         self.scored = (note * queries)[1 + key : -1]
-        self.note_tokens = len(note)
-        self.shortest = self.minimum = max(128, 4 * queries * len(note))
+        self.given, self.asked = queries * len(note), queries * len(note) - 2
         super().__init__(corpus, ctx, documents, threshold)
         self.check_letters(queries + 2, 2)
         self.chance = 1 / len(self.letters)
-
-    def distances(self, n: int) -> list[int]:
-        size = self.queries * self.note_tokens
-        return [d for d in super().distances(n) if size < d <= n + 2 - size]  # the first occurrence is complete
 
     def example(self, n: int, distance: int, rng: random.Random) -> list[int]:
         """The notes to recall follow one another, and are asked in another order `distance` tokens later."""
         firsts = rng.sample(self.capitals, self.queries)  # the other notes do not contain these letters
         capitals = "".join(c for c in self.capitals if c not in firsts)
         others = Notes(rng, self.distractors, self.key, self.answer, capitals, self.letters)
-        asked = [others.new(first) for first in firsts]
-        tokens = {note: self.one_token_each(f"{note}\n", self.note_tokens) for note in asked}
-        before = [token for note in asked for token in tokens[note]]
-        after = [token for note in rng.sample(asked, len(asked)) for token in tokens[note]]
+        size = self.given // self.queries
+        notes = [self.one_token_each(f"{others.new(first)}\n", size) for first in firsts]
+        before, after = (list(itertools.chain(*order)) for order in (notes, rng.sample(notes, len(notes))))
         filler = self.filler(rng, (lambda lines: interleave(lines, rng, others)) if self.distractors else None)
         between = filler(distance - len(before))
         return [*filler(n), *before, *between, *after[:-1]][-n - 1 :]

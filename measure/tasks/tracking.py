@@ -3,12 +3,13 @@
 data=tracking teaches it (data/corpora/tracking.py, which describes the notes and has the source).
 """
 
+import itertools
 import random
 
 from conf.errors import check
 from data.corpora.tracking import ASSIGNMENT
 from data.corpus import HeldOut
-from measure.placed_answers import PlacedAnswer
+from measure.tasks.placed import PlacedAnswer
 
 LINE = 5  # tokens of `# K = a` and the end of the line
 
@@ -21,14 +22,10 @@ class Tracking(PlacedAnswer):
         check(0 <= hops <= 8, "task.hops", hops, "from 0 to 8")
         check(chains >= 0 and (1 + chains) * (1 + hops) <= 26, "task.chains", chains, "few enough for 26 variables")
         self.hops, self.chains, self.label = hops, chains, f"tracking hops={hops} chains={chains}"
-        self.scored, self.minimum = [True], max(128, 2 * LINE * (1 + hops) * (1 + chains))
-        self.shortest = self.minimum
+        self.scored, self.given = [True], LINE * (1 + hops) * (1 + chains)
         super().__init__(corpus, ctx, documents, threshold)
         self.check_letters((1 + hops) * (1 + chains), 1 + chains)
         self.chance = 1 / (1 + chains)  # of a model that names any of the values in the text
-
-    def distances(self, n: int) -> list[int]:
-        return [d for d in super().distances(n) if d > LINE * (1 + self.hops) * (1 + self.chains)]
 
     def example(self, n: int, distance: int, rng: random.Random) -> list[int]:
         """distance: from the assignment of the value to the question, tokens. The other hops are spread between."""
@@ -36,20 +33,16 @@ class Tracking(PlacedAnswer):
         names = rng.sample(self.capitals, chains * length)
         values = rng.sample(self.letters, chains)
         variables = [names[i * length : (i + 1) * length] for i in range(chains)]  # of each chain; the first is asked
-        filler, text, asked = self.filler(rng), [], 0
+        filler, body = self.filler(rng), []
+        gap, rest = divmod(distance - self.given, length)
         for hop in range(length):
-            lines = []
-            for chain, value in zip(variables, values, strict=True):
-                source = chain[hop - 1] if hop else value
-                lines.append(self.one_token_each(f"# {chain[hop]} = {source}\n", LINE))
+            sources = [chain[hop - 1] for chain in variables] if hop else values
+            pairs = zip(variables, sources, strict=True)
+            lines = [self.one_token_each(f"# {chain[hop]} = {source}\n", LINE) for chain, source in pairs]
             if hop:  # the asked chain comes first at the start, so that its distance is exact
                 rng.shuffle(lines)
-            asked += sum(map(len, lines))
-            text.append([token for line in lines for token in line])
+            body += [*itertools.chain(*lines), *filler(gap + (0 if hop else rest))]
         question = self.one_token_each(f"# {variables[0][-1]} : {values[0]}", LINE - 1)
-        gap, rest = divmod(distance - asked, length)
-        between = [filler(gap + (rest if hop == 0 else 0)) for hop in range(length)]
-        body = [token for assignments, lines in zip(text, between, strict=True) for token in (*assignments, *lines)]
         return [*filler(n), *body, *question][-n - 1 :]
 
 

@@ -7,9 +7,11 @@ To add one, write two files; nothing else changes:
 Then `python train.py pos=NAME` trains with it, and the tests run it too.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from conf.registry import build_from_knobs, load_kind
@@ -102,12 +104,34 @@ class Encoding(nn.Module):
     def layer_module(self, layer: int) -> nn.Module | None:
         """For encodings that see content: a module for layer 0, 1 ..., which attends there in place of plain attention.
 
-        It is called as model/content_attention.py documents and may have parameters, which it initialises itself.
+        It is called as module(x, heads, where) with model.attention's Heads and Where. x [B, N, C] is the layer's input
+        for the new tokens: all T without a cache. What it computes from x must be cached for later calls with
+        where.cache.extend(self, ...). In the end it calls model.attention.attend, with other heads, or with a ScoreBias
+        of its own in place of the encoding, and returns the result, [B, H, S, D]. It initialises its own parameters.
         None: plain attention, with the hooks above.
         """
         return None
 
 
 def build(knobs: dict, shape: Shape) -> Encoding:
-    """The encoding of these knobs, a yaml of conf/pos. UserError for a kind or a knob that does not exist or fit."""
+    """The encoding of these knobs, a yaml of conf/pos."""
     return build_from_knobs(load_kind("model.pos", knobs["kind"], "build"), knobs, "pos", shape)
+
+
+# ---- for encodings ----
+
+_constants: dict[tuple, Tensor] = {}
+
+
+def constant(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of these values, [len(values)], which is not to be changed: the same one for the same arguments.
+
+    So it is copied to a GPU one time: every copy waits for it.
+    """
+    key = (*values, dtype, device)
+    if key not in _constants:
+        if len(_constants) > 63:  # dynamic scaling methods have other frequencies at every length
+            _constants.clear()
+        with torch.inference_mode(False):  # what an evaluation makes can then be used in training
+            _constants[key] = torch.tensor(values, dtype=dtype, device=device)
+    return _constants[key]

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from model.device_constants import constant
-from model.pos import Encoding
+from model.pos import Encoding, constant
 
 
 def slopes(n_heads: int) -> list[float]:

@@ -8,25 +8,25 @@ The positions need all scores, so attention has a mask: memory is linear in T fo
 but several times that of other biases; in training it is quadratic.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 from conf.errors import check
 from model import attention
-from model.attention import Heads, repeat_heads
-from model.content_attention import indices
-from model.content_bias import ContentBias
-from model.decode import Cache
+from model.attention import Heads, ScoreBias, Where, repeat_heads, sees
 from model.pos import Encoding, Shape
 from model.scaling import ContextChange
 
 
-class ContextualBias(ContentBias):
+@dataclass
+class ContextualBias(ScoreBias):
     """q_i . e[p_ij], computed in float32 at least."""
 
-    def __init__(self, heads: Heads, table: Tensor, change: ContextChange):
-        """table: e, [D, positions]."""
-        self.heads, self.table, self.change = heads, table, change
+    heads: Heads
+    table: Tensor  # e, [D, positions]
+    change: ContextChange
 
     def bias(self, q_index: Tensor, k_index: Tensor) -> Tensor:
         q, k, change = self.heads.q, self.heads.k, self.change
@@ -34,11 +34,8 @@ class ContextualBias(ContentBias):
         with torch.autocast(q.device.type, enabled=False):
             q = q[:, :, q_index - (k.shape[2] - q.shape[2])].to(wide)  # [B, H, Tq, D]
             k = repeat_heads(k[:, :, k_index].to(wide), q.shape[1])
-            distance = q_index[:, None] - k_index
-            visible = distance >= 0
-            if change.window is not None:
-                visible = visible & ((distance < change.window) | (k_index < change.sinks))
-            gates = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).sigmoid() * visible
+            seen = sees(q_index[:, None], k_index, change.window, change.always_visible)
+            gates = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).sigmoid() * seen
             positions = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=self.table.shape[1] - 1)  # [B, H, Tq, Tk]
             lower, upper = positions.floor(), positions.ceil()
             logits = q @ self.table.to(wide)  # of whole positions, [B, H, Tq, positions]
@@ -53,10 +50,9 @@ class PositionTable(nn.Module):
         super().__init__()
         self.table = nn.Parameter(torch.zeros(shape.head_dim, positions))
 
-    def forward(
-        self, x: Tensor, heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, cache: Cache | None
-    ) -> Tensor:
-        return attention.attend(heads, ContextualBias(heads, self.table, change), indices(heads), change)
+    def forward(self, x: Tensor, heads: Heads, where: Where) -> Tensor:
+        score_bias = ContextualBias(heads, self.table, where.change)
+        return attention.attend(heads, score_bias, heads.indices(), where.change)
 
 
 class Cope(Encoding):

@@ -8,21 +8,18 @@ name.
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import attention
-from model.attention import Heads
-from model.content_attention import indices, wide_linear
-from model.content_bias import ContentBias
-from model.decode import Cache
+from model.attention import Heads, ScoreBias, Where
 from model.pos import Encoding, Shape
 from model.pos.rope import Rope
-from model.scaling import ContextChange
 
 
 @dataclass
-class ForgetBias(ContentBias):
+class ForgetBias(ScoreBias):
     """c_i - c_j, where c is the sum of log f over tokens 0 .. i."""
 
     c: Tensor  # float32 [B, H, T]
@@ -34,6 +31,13 @@ class ForgetBias(ContentBias):
         return self.c[..., -1:] - self.c  # relative to the last key, so that float32 is finest for the latest keys
 
 
+def wide_linear(x: Tensor, linear: nn.Linear) -> Tensor:
+    """linear(x) in float32 at least, also under autocast: sums over thousands of tokens lose bfloat16's 8 bits."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(wide), linear.weight.to(wide), linear.bias.to(wide))
+
+
 class ForgetGates(nn.Module):
     """The gates of one layer. Initialised as in the authors' code: weights of standard deviation 0.02, b = 0."""
 
@@ -43,14 +47,12 @@ class ForgetGates(nn.Module):
         nn.init.normal_(self.gate.weight, std=0.02)
         nn.init.zeros_(self.gate.bias)
 
-    def forward(
-        self, x: Tensor, heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, cache: Cache | None
-    ) -> Tensor:
-        log_f = F.logsigmoid(wide_linear(x, self.gate))  # [B, new, H]
-        if cache is not None:
-            log_f = cache.extend(self, log_f)  # [B, T, H]
+    def forward(self, x: Tensor, heads: Heads, where: Where) -> Tensor:
+        log_f = F.logsigmoid(wide_linear(x, self.gate))  # [B, N, H]
+        if where.cache is not None:
+            log_f = where.cache.extend(self, log_f)  # [B, T, H]
         c = log_f.cumsum(dim=1).transpose(1, 2)
-        return attention.attend(heads, ForgetBias(c), indices(heads), change)
+        return attention.attend(heads, ForgetBias(c), heads.indices(), where.change)
 
 
 class Fox(Encoding):

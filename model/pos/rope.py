@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from conf.errors import UserError, check
-from kernels import cos_sin, phase, rotate, uses_triton
-from model.pos import Encoding, Shape
+from kernels.angles import cos_sin, phase, rotate
+from kernels.rope import rope, rope_packed, uses_triton
+from model.pos import Encoding, Shape, constant
+from model.regions import Region
 from model.scaling import ContextChange
 
 Table = tuple[Tensor, Tensor]  # cos and sin, float32 [T, P] or [B, T, P]
@@ -29,6 +31,24 @@ class Tables:
 
     def rotate(self, q: Tensor, k: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         return rotate(q, *self.q, interleaved), rotate(k, *self.k, interleaved)
+
+
+@dataclass
+class KernelInputs:
+    """The angles as phases and positions: the Triton kernel computes cosines and sines itself."""
+
+    phase: Tensor  # int64 [P]
+    positions: Tensor  # int64 [T] or [B, T]
+    scale: float
+    far: list[Tables] = field(default_factory=list)
+
+    def rotate(self, q: Tensor, k: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+        return rope(q, k, self.phase, self.positions, interleaved=interleaved, scale=self.scale)
+
+    def rotate_qkv(self, qkv: Tensor, heads: tuple[int, int, int], interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Encoding.rotate_qkv: the kernel reads the packed tensor."""
+        H, G, _ = heads
+        return rope_packed(qkv, H, G, self.phase, self.positions, interleaved=interleaved, scale=self.scale)
 
 
 class Rope(Encoding):
@@ -62,34 +82,39 @@ class Rope(Encoding):
     def prepare(self, positions: Tensor, change: ContextChange) -> Any:
         """The angles of positions int64 [T] or [B, T], with the frequencies of `change` or else the trained ones.
 
-        Tables of cosines and sines for plain torch, or the KernelInputs of model/rope_kernel.py.
+        Tables of cosines and sines for plain torch, or KernelInputs.
         """
         inv_freq = self.inv_freq if change.inv_freq is None else change.inv_freq
         assert inv_freq is not None  # __init__ sets it
-        device = positions.device
-
-        def phase(inv_freq: Tensor) -> Tensor:
-            if device.type == "cpu":
-                return self.phase(inv_freq, device)
-            from model.device_constants import constant
-
-            return constant(self.phase(inv_freq, inv_freq.device).tolist(), torch.int64, device)
-
         # The kernel would bypass what a subclass overrides
-        if uses_triton(device) and type(self).prepare is Rope.prepare and type(self).rotate is Rope.rotate:
-            from model.rope_kernel import KernelInputs
-
-            near = KernelInputs(phase(inv_freq), positions, change.attention_factor)
+        plain = type(self).prepare is Rope.prepare and type(self).rotate is Rope.rotate
+        if plain and uses_triton(positions.device):
+            near = KernelInputs(self.phase_on(positions.device, inv_freq), positions, change.attention_factor)
         else:
-            cos, sin = cos_sin(phase(inv_freq), positions)
             # On both q and k, so the scores grow by its square (YaRN, arXiv 2309.00071, section 3.4).
-            one = cos * change.attention_factor, sin * change.attention_factor
-            near = Tables(one, one)
+            both = self.table(inv_freq, positions, change.attention_factor)
+            near = Tables(both, both)
         if change.position_map is not None:
-            from model.region_attention import far_tables
-
-            near.far = far_tables(change, inv_freq, positions, phase)
+            near.far = [self.region_tables(x, inv_freq, positions, change) for x in change.position_map.regions()]
         return near
+
+    def phase_on(self, device: torch.device, inv_freq: Tensor) -> Tensor:
+        """self.phase of the frequencies on a device; to a GPU it is copied once."""
+        if device.type == "cpu":
+            return self.phase(inv_freq, device)
+        return constant(self.phase(inv_freq, inv_freq.device).tolist(), torch.int64, device)
+
+    def table(self, inv_freq: Tensor, positions: Tensor, factor: float, start: Tensor | int = 0) -> Table:
+        """cos and sin times factor, at positions int64 [T] or [B, T]. start: as in cos_sin."""
+        cos, sin = cos_sin(self.phase_on(positions.device, inv_freq), positions, start)
+        return cos * factor, sin * factor
+
+    def region_tables(self, region: Region, inv_freq: Tensor, positions: Tensor, change: ContextChange) -> Tables:
+        """The angles of a region of change.position_map."""
+        slow, factor = inv_freq / region.slow, change.attention_factor
+        start = region.start * self.phase_on(positions.device, inv_freq - slow)
+        q = self.table(slow, region.q(positions), factor, start)
+        return Tables(q, self.table(slow, region.k(positions), factor))
 
     def rotate(self, q: Tensor, k: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
         return prepared.rotate(q, k, self.interleaved)

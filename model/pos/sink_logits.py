@@ -11,17 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import attention
-from model.attention import Heads
-from model.content_attention import indices, map_keys, map_queries
-from model.content_bias import ContentBias
-from model.decode import Cache
+from model.attention import Heads, ScoreBias, Where
 from model.pos import Encoding, Shape
 from model.pos.rope import Rope
-from model.scaling import ContextChange
 
 
 @dataclass
-class SinkBias(ContentBias):
+class SinkBias(ScoreBias):
     """The sink is key 0, of zeros, so its score is the bias alone."""
 
     logit: Tensor  # [H]
@@ -40,18 +36,16 @@ class SinkLogits(nn.Module):
         super().__init__()
         self.logit = nn.Parameter(torch.randn(shape.n_heads) * 0.02)
 
-    def forward(
-        self, x: Tensor, heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, cache: Cache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, heads: Heads, where: Where) -> Tensor:
         S, T = heads.q.shape[2], heads.k.shape[2]
 
         def with_sink(x: Tensor) -> Tensor:
             return F.pad(x, (0, 0, 1, 0))  # along the tokens
 
         # As many queries as keys remain as many, so that attention needs no mask: the first query is dropped again
-        heads = map_keys(map_queries(heads, with_sink) if S == T else heads, with_sink)
-        change = replace(change, sinks=change.sinks + 1)  # any window shows the sink
-        return attention.attend(replace(heads, sinks=1), SinkBias(self.logit), indices(heads), change)[:, :, -S:]
+        heads = heads.map_queries(with_sink) if S == T else heads
+        heads = replace(heads.map_keys(with_sink), prepended=1)
+        return attention.attend(heads, SinkBias(self.logit), heads.indices(), where.change)[:, :, -S:]
 
 
 class Sink(Encoding):

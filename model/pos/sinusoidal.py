@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from conf.errors import UserError, check
-from kernels import cos_sin, phase
-from model.device_constants import constant
-from model.pos import Encoding, Shape
+from kernels.angles import cos_sin, phase
+from model.pos import Encoding, Shape, constant
 
 
 class Sinusoidal(Encoding):

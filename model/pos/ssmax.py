@@ -10,12 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from model import attention
-from model.attention import Heads
-from model.content_attention import map_queries
-from model.decode import Cache
+from model.attention import Heads, Where
 from model.pos import Encoding, Shape
 from model.pos.rope import Rope
-from model.scaling import ContextChange
 
 
 class LogLengthFactors(nn.Module):
@@ -26,16 +23,14 @@ class LogLengthFactors(nn.Module):
         mean = math.lgamma(shape.train_ctx + 1) / shape.train_ctx  # of ln n, since lgamma(L + 1) = ln L!
         self.s = nn.Parameter(torch.full((shape.n_heads,), 1 / max(mean, 0.1)))  # at L = 1 the mean is 0
 
-    def forward(
-        self, x: Tensor, heads: Heads, pos: Encoding, positions: Tensor, change: ContextChange, cache: Cache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, heads: Heads, where: Where) -> Tensor:
         S, T = heads.q.shape[2], heads.k.shape[2]
         n = torch.arange(T - S + 1, T + 1, device=x.device)
-        if change.window is not None:
-            n = n.clamp(max=change.window + change.sinks)
+        if where.change.window is not None:
+            n = n.clamp(max=where.change.window + where.change.always_visible)
         factor = (self.s.unsqueeze(-1) * n.log()).unsqueeze(-1)  # [H, S, 1]
-        scaled = map_queries(heads, lambda q: (q * factor).to(q.dtype))
-        return attention.attend(scaled, pos, positions, change)
+        scaled = heads.map_queries(lambda q: (q * factor).to(q.dtype))
+        return attention.attend(scaled, where.encoding, where.positions, where.change)
 
 
 class SSMax(Encoding):

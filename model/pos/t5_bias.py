@@ -20,8 +20,7 @@ class T5Bias(Encoding):
     The bias of each bucket and head is a parameter, initialised to 0.
     """
 
-    # lr_factor has a default, because runs from before this knob do not have it in their settings
-    def __init__(self, shape: Shape, buckets: int, max_distance: int, lr_factor: float = 1.0):
+    def __init__(self, shape: Shape, buckets: int, max_distance: int, lr_factor: float):
         super().__init__(shape)
         check(buckets >= 2, "pos.buckets", buckets, "at least 2")
         right = f"greater than half of pos.buckets={buckets}"

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import check
-from model.device_constants import constant
-from model.pos import Shape
+from model.pos import Shape, constant
 from model.pos.rope import Rope, Table, Tables
 from model.scaling import ContextChange
 

@@ -7,22 +7,18 @@ A new method is one .py here and one .yaml; nothing else changes:
 It returns the change of the model when a run that was trained at L tokens processes n tokens. It is a pure function and
 has no access to the model, the device or a cache, so the order in which lengths are evaluated does not matter. If the
 logits of earlier positions depend on the length of the input (dynamic NTK), the module sets PREFIX_CONSISTENT = False.
-A module may also have a function `warning(knobs, trained) -> str`, for knobs that are unusual for a run.
 """
 
-import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from conf.errors import UserError
+from conf.layer_schedule import LayerType
 from conf.registry import build_from_knobs, load_kind, yaml_name
-
-if TYPE_CHECKING:
-    from model.position_maps import PositionMap
+from model.regions import PositionMap
 
 
 class NotApplicable(UserError):
@@ -35,23 +31,28 @@ class TrainedContext:
 
     pos: str  # the encoding's name
     train_ctx: int  # L, tokens: the context that the frequencies were pre-trained at
-    frequencies: Tensor | None  # float64 [rotary_dim / 2], or None if the encoding does not rotate
+    frequencies: Tensor | None  # inv_freq, float64 [rotary_dim / 2], or None if the encoding does not rotate
     attention: str = "softmax"
-    extended_ctx: int = 0  # the context after fine-tuning to a longer one; 0: not fine-tuned
-    # Of a layer schedule: a KindContext (model/layers.py) of each kind of layer
-    kinds: tuple["TrainedContext", ...] = ()
+    longest_trained_ctx: int = 0  # the longest context that this run was trained on in any way; at least L
+    by_type: tuple["TypeContext", ...] = ()  # of a layer schedule
 
-    @property
-    def longest_trained_ctx(self) -> int:
-        """The longest context that this run was trained on in any way, tokens."""
-        return max(self.train_ctx, self.extended_ctx)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "longest_trained_ctx", max(self.train_ctx, self.longest_trained_ctx))
 
-    @property
-    def inv_freq(self) -> Tensor:
-        """float64 [rotary_dim / 2]. NotApplicable for an encoding that does not rotate."""
+    def require_rotation(self) -> Tensor:
+        """The frequencies, float64 [rotary_dim / 2]. NotApplicable for an encoding that does not rotate."""
         if self.frequencies is None:
             raise NotApplicable(f"it needs rotary frequencies, and pos={self.pos} has none")
         return self.frequencies
+
+    inv_freq = property(require_rotation)  # trained.inv_freq, as methods write it
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypeContext(TrainedContext):
+    """The facts about one type of layer."""
+
+    layer_type: LayerType
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,12 @@ class ContextChange:
     factor: float = 1.0  # s, as resolved: for logs and tables only
     attention_factor: float = 1.0  # multiplies cos and sin, so scores grow by its square
     window: int | None = None  # each query sees this many keys, itself included; None: all
-    sinks: int = 0  # the first keys, which every query sees in addition to the window
+    always_visible: int = 0  # the first keys, which every query sees in addition to the window
     logn: int | None = None  # L: a query at position m is multiplied by max(1, ln(m + 1) / ln L)
-    position_map: "PositionMap | None" = None  # regions of pairs that are rotated as if at other positions
-    # Of a layer schedule: the change of each kind of layer. The other fields then describe the model as a whole, for
-    # logs; no layer sees more than `window` and `sinks`.
-    kinds: tuple["ContextChange", ...] = ()
+    position_map: PositionMap | None = None  # regions of pairs that are rotated as if at other positions
+    # Of a layer schedule: the change of each type of layer. The other fields then describe the model as a whole, for
+    # logs; no layer sees more than `window` and `always_visible`.
+    by_type: tuple["ContextChange", ...] = ()
 
     def overrides(self) -> dict:
         """The fields that this changes. A value that equals the default counts as unchanged, a tensor as changed."""
@@ -76,18 +77,19 @@ class ContextChange:
 
     def effect(self, n: int, trained: TrainedContext) -> tuple:
         """What this changes for n tokens: equal for two changes with equal results. trained: the run's."""
-        if self.kinds:
-            return tuple(change.effect(n, kind) for change, kind in zip(self.kinds, trained.kinds, strict=True))
-        window, logn = (x if x is not None and x < n else None for x in (self.window, self.logn))
-        changed = self.position_map is not None and self.position_map.unchanged_up_to < n
+        if self.by_type:
+            return tuple(change.effect(n, own) for change, own in zip(self.by_type, trained.by_type, strict=True))
         inv_freq = trained.frequencies if self.inv_freq is None else self.inv_freq
         frequencies = None if inv_freq is None else tuple(inv_freq.tolist())
-        return frequencies, self.attention_factor, window, window and self.sinks, logn, changed and self.position_map
+        window = (self.window, self.always_visible) if self.window is not None and self.window < n else None
+        logn = self.logn if self.logn is not None and self.logn < n else None
+        position_map = self.position_map if self.position_map and self.position_map.unchanged_up_to < n else None
+        return frequencies, self.attention_factor, window, logn, position_map
 
     def reach(self, n: int, last: int, n_layers: int) -> int:
         """How many of n tokens the outputs of the last ones can depend on: each layer sees window - 1 further back."""
         # Some maps of positions count from the first token, so none can be left out
-        if self.window is None or self.sinks or self.position_map:
+        if self.window is None or self.always_visible or self.position_map:
             return n
         return min(n, last + n_layers * (self.window - 1))
 
@@ -103,8 +105,8 @@ def override(trained: ContextChange, requested: ContextChange) -> ContextChange:
     """
     if requested.inv_freq is not None:
         trained = replace(trained, inv_freq=None, attention_factor=1.0, factor=1.0)
-    kinds = tuple(map(override, trained.kinds, requested.kinds))
-    return replace(trained, **{**requested.overrides(), "kinds": kinds})
+    by_type = tuple(map(override, trained.by_type, requested.by_type))
+    return replace(trained, **{**requested.overrides(), "by_type": by_type})
 
 
 def resolve(knobs: dict, trained: TrainedContext, n: int, ctx: int, plus: Sequence[dict] = ()) -> ContextChange:
@@ -114,39 +116,105 @@ def resolve(knobs: dict, trained: TrainedContext, n: int, ctx: int, plus: Sequen
     deployed model, whose factor cannot follow the length), and a number is used as it is. ctx: the longest length of
     the evaluation, tokens. plus: the knobs of methods to combine with. NotApplicable if a method does not fit the run.
     """
-    if trained.kinds:
-        from model.layers import resolve_kinds
-
-        return resolve_kinds((knobs, *plus), trained, n, ctx)
+    if trained.by_type:
+        return resolve_types((knobs, *plus), trained, n, ctx)
     if plus:
-        from model.combination import combine
-
         return combine([resolve(k, trained, n, ctx) for k in (knobs, *plus)])
     values = dict(knobs)
     if "factor" in values:
-        values["factor"] = _resolve_factor(values["factor"], trained, n, ctx)
+        values["factor"] = resolve_factor(values["factor"], trained, n, ctx)
     try:
         scale = load_kind("model.scaling", knobs["kind"], "scale")
         change = build_from_knobs(scale, values, "scaling", trained, n)
-        if trained.attention == "linear" and (change.logn or change.position_map or change.sinks):
+        if trained.attention == "linear" and (change.logn or change.position_map or change.always_visible):
             raise NotApplicable("it changes single scores, and attention=linear has none")
         return change
     except NotApplicable as e:
         raise NotApplicable(f"scaling={yaml_name('scaling', knobs)} is not applicable: {e}") from None
 
 
-def warning(knobs: dict, trained: TrainedContext) -> str:
-    """One line about knobs that do not suit the run, if the method's module has a function `warning`; else empty."""
-    find = getattr(importlib.import_module(f"model.scaling.{knobs['kind']}"), "warning", None)
-    return find(knobs, trained) if find else ""
-
-
-def _resolve_factor(factor: object, trained: TrainedContext, n: int, ctx: int) -> float:
-    """The extension factor s >= 1, from auto, fixed or a number. UserError for anything else."""
+def resolve_factor(factor: object, trained: TrainedContext, n: int, ctx: int) -> float:
+    """The extension factor s >= 1, from auto, fixed or a number."""
     if factor == "auto":  # a fine-tuned run has at least the factor of its extended context
-        return max(1.0, max(n, trained.extended_ctx) / trained.train_ctx)
+        return max(1.0, max(n, trained.longest_trained_ctx) / trained.train_ctx)
     if factor == "fixed":
-        return max(1.0, max(ctx, trained.extended_ctx) / trained.train_ctx)
+        return max(1.0, max(ctx, trained.longest_trained_ctx) / trained.train_ctx)
     if isinstance(factor, int | float) and not isinstance(factor, bool) and 1 <= factor < math.inf:
         return float(factor)
     raise UserError(f"scaling.factor={factor}: must be auto, fixed or a number of at least 1")
+
+
+# ---- several methods together: scaling=ntk plus=logn ----
+
+
+def combine(changes: Sequence[ContextChange]) -> ContextChange:
+    """All these changes, as the literature joins NTK or ReRoPE with log-n.
+
+    NotApplicable if two of them change the same field.
+    """
+    result = NO_CHANGE
+    for change in changes:
+        if both := (result.overrides().keys() & change.overrides().keys()) - {"factor"}:
+            names = ", ".join(sorted(both))
+            raise NotApplicable(f"plus: two methods change the same thing ({names}), so they do not compose")
+        result = replace(result, **change.overrides())
+    return result
+
+
+# ---- of each type of layer ----
+
+
+def sees_less(layer_type: LayerType, change: ContextChange) -> bool:
+    """Whether the layers' own window is narrower than what a change lets them see."""
+    window = layer_type.window
+    return window is not None and (change.window is None or window < change.window + change.always_visible)
+
+
+def with_own_window(layer_type: LayerType, change: ContextChange) -> ContextChange:
+    """The change, but with the layers' own window if that is narrower."""
+    if not sees_less(layer_type, change):
+        return change
+    return replace(change, window=layer_type.window, always_visible=layer_type.sinks)
+
+
+def resolve_types(scalings: Sequence[dict], trained: TrainedContext, n: int, ctx: int) -> ContextChange:
+    """The change by these methods, of each type of layer (ContextChange.by_type). See `resolve`.
+
+    A method that limits what queries see (window, window_sink) applies to all types, and a type whose own window is
+    narrower keeps it. Any other method applies to the types with scaled=true. Types that it does not fit, such as
+    layers without frequencies under NTK, stay as they are; NotApplicable if it fits none.
+    """
+    by_method = [resolve_method(knobs, trained, n, ctx) for knobs in scalings]
+    changes = [combine(of_type) for of_type in zip(*by_method, strict=True)]
+    seen = [with_own_window(own.layer_type, change) for own, change in zip(trained.by_type, changes, strict=True)]
+    limited = all(change.window is not None for change in seen)
+    return ContextChange(
+        inv_freq=next((change.inv_freq for change in changes if change.inv_freq is not None), None),
+        factor=max(change.factor for change in changes),
+        attention_factor=max(change.attention_factor for change in changes),
+        window=max(change.window or 0 for change in seen) if limited else None,
+        always_visible=max(change.always_visible for change in seen) if limited else 0,
+        position_map=next((change.position_map for change in changes if change.position_map is not None), None),
+        by_type=tuple(changes),
+    )
+
+
+def resolve_method(knobs: dict, trained: TrainedContext, n: int, ctx: int) -> list[ContextChange]:
+    """The change of each type of layer by one method."""
+    changes, refused, applies = [], None, False
+    for context in trained.by_type:
+        try:
+            change = resolve(knobs, context, n, ctx)
+        except NotApplicable as e:
+            refused, change = e, None
+        if change is None or not (context.layer_type.scaled or change.window is not None):
+            changes.append(NO_CHANGE)
+            continue
+        applies = True
+        kept = change.window is not None and sees_less(context.layer_type, change)
+        changes.append(NO_CHANGE if kept else change)
+    if applies or knobs["kind"] == "none":
+        return changes
+    if refused:
+        raise refused
+    raise NotApplicable(f"scaling={yaml_name('scaling', knobs)} is not applicable: no layer of {trained.pos} is scaled")

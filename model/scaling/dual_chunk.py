@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from conf.errors import check
-from model.position_maps import PositionMap, Region, checked_size
+from model.regions import PositionMap, Region, checked_size
 from model.scaling import ContextChange, TrainedContext
 
 PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
@@ -48,12 +48,9 @@ class Chunks(PositionMap):
 def scale(
     trained: TrainedContext, n: int, size: int | None = None, local: int | None = None, always: bool = False
 ) -> ContextChange:
-    """size: c in tokens, the largest position, None: 3 L / 4. local: tokens, None: L / 8. always: also at n <= L.
-
-    UserError for a value out of range, NotApplicable without rotary frequencies.
-    """
+    """size: c in tokens, the largest position, None: 3 L / 4. local: tokens, None: L / 8. always: also at n <= L."""
     L = trained.longest_trained_ctx
-    trained.inv_freq  # noqa: B018 (NotApplicable if there is nothing to change)
+    trained.require_rotation()
     c = checked_size(size, default=3 * L // 4, L=L)
     w = min(L // 8, c - 1) if local is None else local
     check(0 <= w < c, "scaling.local", local, f"at least 0 and less than size={c}")

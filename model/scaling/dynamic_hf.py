@@ -6,14 +6,13 @@ for s. (In transformers it also keeps the frequencies of the longest input so fa
 state.)
 """
 
-from conf.errors import UserError
+from conf.errors import check
 from model.scaling import ContextChange, TrainedContext, ntk
 
 PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
 
 
 def scale(trained: TrainedContext, n: int, hf_factor: float = 2.0) -> ContextChange:
-    if hf_factor < 1:
-        raise UserError(f"scaling.hf_factor={hf_factor}: must be at least 1")
+    check(hf_factor >= 1, "scaling.hf_factor", hf_factor, "at least 1")
     L = trained.train_ctx
     return ntk.scale(trained, n, factor=hf_factor * max(n, trained.longest_trained_ctx) / L - (hf_factor - 1))

@@ -6,14 +6,12 @@ frequency theta becomes g theta + (1 - g) theta / s. (In YaRN's code the ramp is
 
 import math
 
-from conf.errors import UserError
+from conf.errors import check
 from model.scaling import ContextChange, TrainedContext
-from model.thresholds import warning  # noqa: F401 (called by model/scaling/__init__.py)
 
 
 def scale(trained: TrainedContext, n: int, factor: float, alpha: float = 1.0, beta: float = 32.0) -> ContextChange:
-    if not beta > alpha >= 0:
-        raise UserError(f"scaling.beta={beta}: must be greater than alpha={alpha}, and that at least 0")
+    check(beta > alpha >= 0, "scaling.beta", beta, f"greater than alpha={alpha}, and that at least 0")
     rotations = trained.train_ctx * trained.inv_freq / (2 * math.pi)
     share = ((rotations - alpha) / (beta - alpha)).clamp(0, 1)
     # Written so that factor 1 changes no bit.

@@ -8,7 +8,7 @@ Evaluation only: used in training it destroys extrapolation (kexue.fm/archives/9
 import math
 
 from conf.errors import UserError
-from model.position_maps import Clipped, checked_size
+from model.regions import Clipped, checked_size
 from model.scaling import ContextChange, NotApplicable, TrainedContext
 
 PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
@@ -19,10 +19,10 @@ def scale(
 ) -> ContextChange:
     """size: w in tokens, None: L / 2. leak: None clips, a number of at least 1, or "auto" for (n - w) / (L - w), with
     which no distance exceeds L. always: clip also at n <= L; distances from w to L are trained, so this raises the loss
-    there (the tax that eval.py prints). UserError for a value out of range, NotApplicable without rotary frequencies.
+    there (the tax that eval.py prints).
     """
     L = trained.longest_trained_ctx
-    trained.inv_freq  # noqa: B018 (NotApplicable if there is nothing to change)
+    trained.require_rotation()
     w = checked_size(size, default=L // 2, L=L)
     if leak == "auto":
         if w == L:

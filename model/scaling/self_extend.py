@@ -11,7 +11,7 @@ import itertools
 from dataclasses import dataclass
 
 from conf.errors import UserError
-from model.position_maps import PositionMap, Region, checked_size
+from model.regions import PositionMap, Region, checked_size
 from model.scaling import ContextChange, NotApplicable, TrainedContext
 
 PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
@@ -37,10 +37,10 @@ def scale(
     trained: TrainedContext, n: int, size: int | None = None, group: int | str = "auto", always: bool = False
 ) -> ContextChange:
     """size: w in tokens, None: L / 2. group: tokens that share a position, "auto": the fewest with which no distance
-    exceeds L. always: also at n <= L. UserError for a value out of range, NotApplicable without rotary frequencies.
+    exceeds L. always: also at n <= L.
     """
     L = trained.longest_trained_ctx
-    trained.inv_freq  # noqa: B018 (NotApplicable if there is nothing to change)
+    trained.require_rotation()
     w = checked_size(size, default=L // 2, L=L)
     if group == "auto":
         if w == L:

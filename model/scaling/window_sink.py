@@ -5,17 +5,16 @@ strongly to the first tokens of a text, and a plain window removes them. With a 
 if at distance L, as in LM-Infinite, so that no untrained distance occurs. Other encodings use the real distance.
 """
 
-from conf.errors import UserError
-from model.position_maps import Clipped
+from conf.errors import check
+from model.regions import Clipped
 from model.scaling import ContextChange, TrainedContext
 
 
 def scale(trained: TrainedContext, n: int, size: int | None = None, sinks: int = 4) -> ContextChange:
     """size: keys that each query sees, itself and the sinks included; None takes the trained context."""
     size = trained.longest_trained_ctx if size is None else size
-    if not 0 <= sinks < size:
-        raise UserError(f"scaling.sinks={sinks}: must be at least 0 and less than the window, {size}")
+    check(0 <= sinks < size, "scaling.sinks", sinks, f"at least 0 and less than the window, {size}")
     if n <= size:
         return ContextChange(window=size)
     position_map = None if trained.frequencies is None else Clipped(size)
-    return ContextChange(window=size - sinks, sinks=sinks, position_map=position_map)
+    return ContextChange(window=size - sinks, always_visible=sinks, position_map=position_map)

@@ -10,9 +10,8 @@ import math
 
 import torch
 
-from conf.errors import UserError
+from conf.errors import check
 from model.scaling import ContextChange, NotApplicable, TrainedContext
-from model.thresholds import warning  # noqa: F401 (called by model/scaling/__init__.py)
 
 
 def scale(
@@ -25,16 +24,15 @@ def scale(
     attention_factor: float | None = None,
 ) -> ContextChange:
     """truncate: round the ramp's ends to whole pairs; attention_factor: None computes it from the factor."""
-    if not beta_fast > beta_slow > 0:
-        raise UserError(f"scaling.beta_fast={beta_fast}: must be greater than beta_slow={beta_slow}, and both above 0")
+    right = f"greater than beta_slow={beta_slow}, and both above 0"
+    check(beta_fast > beta_slow > 0, "scaling.beta_fast", beta_fast, right)
     P, inv_freq = len(trained.inv_freq), trained.inv_freq
     # Pair i rotates L * inv_freq_i / 2 pi times in the trained context, solved for i; -ln inv_freq has the slope ln b.
     if P < 2 or inv_freq[0] == inv_freq[-1]:
         raise NotApplicable("its ramp needs at least two pairs of different frequency (rotary width >= 4, base > 1)")
     per_pair = math.log(inv_freq[0] / inv_freq[-1]) / (P - 1)
-    low, high = (
-        math.log(trained.train_ctx * inv_freq[0] / (2 * math.pi * b)) / per_pair for b in (beta_fast, beta_slow)
-    )
+    fastest = trained.train_ctx * inv_freq[0]
+    low, high = (math.log(fastest / (2 * math.pi * rotations)) / per_pair for rotations in (beta_fast, beta_slow))
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * P - 1)  # D - 1, not P - 1: so do the authors' code and Hugging Face

@@ -8,7 +8,6 @@ import math
 from dataclasses import replace
 
 from model.scaling import ContextChange, TrainedContext, ntk_by_parts
-from model.thresholds import warning  # noqa: F401 (called by model/scaling/__init__.py)
 
 
 def scale(trained: TrainedContext, n: int, factor: float, alpha: float = 1.0, beta: float = 32.0) -> ContextChange:

@@ -1,0 +1,172 @@
+"""The command lines: Hydra's own for train.py, eval.py and sample.py, and user errors in one line for all commands."""
+
+import functools
+import hashlib
+import json
+import os
+import re
+import sys
+import textwrap
+import typing
+import warnings
+from collections.abc import Callable
+from dataclasses import Field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from conf.errors import UserError, report, user_errors
+from conf.registry import ROOT, choices
+from conf.schema import RUN_CONTROL, SCHEMAS, TrainConfig, from_hydra
+
+warnings.filterwarnings("ignore", "The version_base parameter is deprecated")  # by hydra-core 1.4; 1.3 needs it
+
+# ---- main functions ----
+
+
+def command(config: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+    """Decorate a function of checked settings: the result is the main function of CONFIG.py, as hydra.main makes it.
+
+    config: train, eval or sample. A UserError becomes one line, and the exit code is 1; in a sweep (-m) the jobs after
+    it still run. Other exceptions are left to Hydra.
+    """
+
+    def decorate(main: Callable[[Any], None]) -> Callable[[], None]:
+        failed: list[str] = []  # messages: an exception would keep the tensors of its job
+        process = os.getpid()
+
+        @hydra.main(version_base="1.3", config_path=str(folder(config)), config_name=config)
+        def job(cfg: DictConfig) -> None:
+            try:
+                main(checked(config, cfg))
+            except UserError as e:
+                if os.getpid() != process:  # hydra/launcher=joblib, which counts the jobs that raise
+                    raise
+                sweep = f"{' '.join(overrides())}: " if HydraConfig.get().mode == RunMode.MULTIRUN else ""
+                failed.append(f"{sweep}{e}")
+                report(failed[-1])
+
+        @user_errors
+        @functools.wraps(main)
+        def run() -> None:
+            failed.clear()
+            job()
+            if failed:
+                sys.exit(1)
+
+        return run
+
+    return decorate
+
+
+# ---- settings ----
+
+
+def folder(config: str) -> Path:
+    """The folder of CONFIG.yaml; that of train.yaml has the experiments, too."""
+    return ROOT / "conf" / ("train" if config == "train" else "")
+
+
+def checked(config: str, cfg: DictConfig) -> Any:
+    """The checked settings of CONFIG.py from Hydra's configuration, with a name for the run of a training."""
+    settings = from_hydra(cfg, SCHEMAS[config])
+    if config == "train":
+        settings.name = settings.name or default_name(settings)
+    return settings
+
+
+def compose(config: str, *overrides: str) -> DictConfig:
+    """The unchecked configuration that `python CONFIG.py OVERRIDES` would run with.
+
+    For tests, benchmarks and notebooks. Replaces Hydra's global state, so it must not be called inside a Hydra main
+    function.
+    """
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(folder(config)), version_base="1.3"):
+        cfg = hydra.compose(config, list(overrides), return_hydra_config=True)
+    HydraConfig.instance().set_config(cfg)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg
+
+
+def train_settings(*overrides: str) -> TrainConfig:
+    """The checked settings of `python train.py OVERRIDES`."""
+    return checked("train", compose("train", *overrides))
+
+
+def overrides() -> list[str]:
+    """The settings on the command line, without the signs + and ~, and with ${...} as it was typed."""
+    return [o.lstrip("+~") for o in typing.cast(list, OmegaConf.to_container(HydraConfig.get().overrides.task))]
+
+
+# ---- the name of a run ----
+
+
+def default_name(c: TrainConfig) -> str:
+    """The run's name from the command line: `rope`, `alibi-seed1`, `rope-tiny-lr0.001`.
+
+    First the encoding (or the parent run), then the chosen groups and the other settings, each sorted by key, so that
+    the order of the arguments does not matter.
+    """
+    groups, settings = [], []
+    for override in sorted(overrides()):
+        key, _, value = override.partition("=")
+        if key in ("model", "data", "optim", "exp", "scaling", "attention", "positions", "layers"):
+            groups.append(value)
+        elif key == "pos" and c.init:  # the parent's name comes first
+            groups.append(f"to-{value}")
+        elif key not in ("pos", "init", *RUN_CONTROL):
+            settings.append(key.rpartition(".")[2] + value)
+    name = "-".join([c.init or HydraConfig.get().runtime.choices["pos"], *groups, *settings])
+    return short(re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("_"))
+
+
+def short(name: str, limit: int = 120) -> str:
+    """A name for a file: at most `limit` characters, the last 9 of them a hash of the part that is cut off."""
+    return name if len(name) <= limit else f"{name[: limit - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+# ---- help ----
+
+
+def help_text(config: str, *, _root_: DictConfig) -> str:
+    """The text of --help: the groups with their choices, and every setting with its value, meaning and range.
+
+    _root_: Hydra's composed configuration, of which the help template is a part (`hydra.help.template`).
+    """
+    cfg: Any = OmegaConf.to_container(_root_)
+    text, chosen = cfg["hydra"]["help"], cfg["hydra"]["runtime"]["choices"]
+    groups, settings, knobs = [], [], []
+    for f in (f for f in fields(SCHEMAS[config]) if f.metadata):
+        name = chosen.get(f.name)
+        if f.name not in chosen:
+            settings.append(described(f, cfg[f.name]))
+            continue
+        names = [f"[{x}]" if x == name else x for x in choices("train/exp" if f.name == "exp" else f.name)]
+        groups.append(f"  {f.name:<8} {', '.join(names)}   # {f.metadata['help']}")
+        if is_dataclass(f.type):
+            knobs += [described(g, cfg[f.name][g.name], f"{f.name}.") for g in fields(f.type)]
+        elif name and f.name != "exp":
+            yaml = (ROOT / "conf" / f.name / f"{name}.yaml").read_text().splitlines()
+            knobs += [f"  {f.name}.{line}" for line in yaml if re.match(r"(?!kind)\w+:", line)]
+    lines = [text["header"], "", f"usage: python {config}.py SETTING=VALUE ...", "", "Groups, GROUP=NAME:", *groups]
+    lines += ["", "Settings and their values:", *settings]
+    lines += ["", "Settings of the chosen names; conf/GROUP/NAME.yaml has those of others", *knobs, "", text["footer"]]
+    wrap = textwrap.TextWrapper(118, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(wrap.fill, lines)).replace("$", "$$")  # Hydra reads it as a string.Template
+
+
+def described(f: Field, value: Any, prefix: str = "") -> str:
+    """For --help: `SETTING: VALUE # MEANING (RANGE)`."""
+    text = value if isinstance(value, str) and value else json.dumps(value)
+    rule = f.metadata["rule"]
+    return f"  {prefix}{f.name}: {text} # {f.metadata['help']}" + (f" ({rule.text})" if rule else "")
+
+
+OmegaConf.register_new_resolver("settings_of", help_text)

@@ -1,0 +1,156 @@
+"""wandb runs, online or offline, that need no account and no network and never stop what they log.
+
+WANDB_MODE sets the mode; without it, online if this machine is logged in, else offline. disabled: wandb is not
+imported. Every problem becomes one printed line.
+"""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from conf.schema import TrainConfig
+from engine import checkpoint, distributed
+from engine.files import commit, write_atomically
+from model import gpt
+
+CONNECT, FINISH = 10.0, 8.0  # seconds to wait for the server at the beginning and the end of a run; else it is for ever
+
+_said: set[str] = set()  # lines that were printed
+_server_gone = False  # later runs of this process are then offline
+
+
+def say(line: str) -> None:
+    """Print a line about wandb above a progress bar, if it has not been printed before."""
+    if line not in _said:
+        _said.add(line)
+        tqdm.write(f"wandb: {line}")
+
+
+def slug(text: str) -> str:
+    """text with everything replaced that an id or the name of an artifact may not contain."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-")
+
+
+def new_id(name: str) -> str:
+    """A readable id that no other run has."""
+    return f"{slug(name)[:100]}-{secrets.token_hex(4)}"
+
+
+class Log:
+    """Context manager: the wandb run of this id. Its calls raise nothing that comes from wandb.
+
+    Nothing is logged with WANDB_MODE=disabled, on ranks above 0, and if the run cannot be opened. resume: continue the
+    run of this id, if there is one.
+    """
+
+    def __init__(
+        self, project: str, job_type: str, group: str, name: str, run_id: str, config: dict, resume: bool = False
+    ):
+        self.run: Any = None
+        self.about: dict[str, Any] = {"project": project, "job_type": job_type, "group": group, "name": name}
+        self.about |= {"id": run_id, "config": config, "resume": "allow" if resume else None}
+
+    def __enter__(self) -> Self:
+        if os.environ.get("WANDB_MODE") != "disabled" and distributed.rank() == 0:
+            self._attempt(self._open)
+        return self
+
+    def __call__(self, work: Callable[[Any, Any], Any]) -> None:
+        """work(wandb, run), if the run is open."""
+        if self.run is not None:
+            self._attempt(lambda: work(self.wandb, self.run))
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if self.run is not None:
+            self._attempt(lambda: self.run.finish(exit_code=int(kind is not None)))
+
+    def _open(self) -> None:
+        os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.setdefault("WANDB_HTTP_TIMEOUT", "5")  # of questions to the server while a run is open
+        import wandb
+
+        self.wandb, training = wandb, self.about["job_type"] == "train"
+        mode: Any = os.environ.get("WANDB_MODE")
+        mode = mode or ("online" if wandb.login(prompt=False, verify=False) else "offline")
+        self.about["config"]["commit"] = commit()
+        settings = wandb.Settings(
+            init_timeout=CONNECT,
+            finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH)),
+            finish_timeout_raises=True,
+            silent=True,
+            console="off",
+            x_disable_stats=not training,
+        )
+        self.run = wandb.init(mode="offline" if _server_gone else mode, settings=settings, **self.about)
+        if self.run.offline:
+            say(f"offline; to upload: wandb sync --yes ./{os.path.relpath(Path(self.run.dir).parent.parent)}")
+        else:
+            say(str(self.run.url if training else self.run.project_url))
+
+    def _attempt(self, work: Callable[[], Any]) -> None:
+        global _server_gone
+        try:
+            work()
+        except Exception as e:
+            _server_gone = True
+            again = "; to upload the rest: wandb sync --yes --include-online"
+            where = f"{again} ./{os.path.relpath(Path(self.run.dir).parent)}" if self.run else ""
+            say(f"{type(e).__name__} ({(str(e).splitlines() or ['no answer'])[0]}), nothing else is affected{where}")
+
+
+def weights_artifact(wandb: Any, run: str, digest: str, config: dict) -> Any:
+    """The artifact that links the training of some weights to their evaluations: their digest, and as metadata config.
+
+    Artifacts of one content are one version. So each side can make it, and nothing has to be downloaded or waited for.
+    """
+    artifact = wandb.Artifact(f"weights-{slug(run)}", type="weights", metadata=config)
+    with artifact.new_file("digest.json") as f:
+        json.dump({"sha256": digest}, f)
+    return artifact
+
+
+def run_config(name: str, cfg: TrainConfig) -> dict[str, Any]:
+    """The part of the config that a training and its evaluations have in common, so that both can be grouped by it."""
+    return {**asdict(cfg), "run": name, "encoding": gpt.describe_encoding(cfg).removeprefix("pos=")}
+
+
+class TrainingLog(Log):
+    """Context manager: the wandb run of the training in `folder`, one run also if the training is resumed.
+
+    Its id is kept in the file wandb_id there. A training that starts at step 0 gets a new one, also in the folder of an
+    earlier one (fresh=true). facts: what the run's page shows beside the settings, such as the number of parameters.
+    """
+
+    def __init__(self, cfg: TrainConfig, folder: Path, start: int, facts: dict[str, Any]):
+        self.cfg, self.folder, file = cfg, folder, folder / "wandb_id"
+        self.config = {**run_config(folder.name, cfg), **facts}
+        run_id = file.read_text().strip() if start > 0 and file.exists() else new_id(folder.name)
+        super().__init__(cfg.project, "train", folder.name, folder.name, run_id, self.config, resume=True)
+
+    def _open(self) -> None:
+        write_atomically(self.folder / "wandb_id", lambda f: f.write(self.about["id"].encode()))
+        super()._open()
+
+    def point(self, step: int, values: dict[str, float]) -> None:
+        """Log values as train/NAME at this step."""
+        self(lambda _, run: run.log({f"train/{name}": value for name, value in values.items()}, step=step))
+
+    def saved(self, state: dict[str, Any]) -> None:
+        """The checkpoint with this state has been written: log the time, and after the last step the weights."""
+
+        def log(wandb: Any, run: Any) -> None:
+            run.summary.update({"minutes": state["seconds"] / 60, "n_parameters": self.config["n_parameters"]})
+            if state["step"] < self.cfg.steps:
+                return
+            run.log_artifact(weights_artifact(wandb, self.folder.name, checkpoint.digest(state["model"]), self.config))
+            if os.environ.get("WANDB_LOG_MODEL", "false").lower() in ("end", "checkpoint", "true", "1"):
+                run.log_model(str(self.folder / "ckpt.pt"), name=f"checkpoint-{slug(self.folder.name)}")
+
+        self(log)

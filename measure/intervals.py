@@ -1,0 +1,241 @@
+"""Intervals and tests: over the documents of one run, and over seeds and documents; the gain; how they are printed.
+
+Inside one run: a bootstrap over documents, of paired differences where two curves are compared.
+
+Over seeds: crossed random effects, with Satterthwaite's t approximation. The input is a matrix of differences delta
+[..., seeds, documents] in nats per token: loss a - loss b of each document with each seed. All seeds are evaluated on
+the same documents, so seeds and documents are crossed, with one value in each cell. The model is
+delta[s, d] = mean + seed[s] + document[d] + interaction[s, d] with independent random effects (Searle, Casella &
+McCulloch 1992, Variance Components, chapter 4). An interval over documents alone does not contain the differences
+between trainings. A bootstrap over two or three seeds contains them, but too narrowly: it cannot leave the range of the
+seeds.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import special
+
+from measure.curves import Row, better_controls, per_document_difference
+
+LEVEL = 0.95  # of all intervals
+MOST_SEEDS = 1000  # `seeds_needed` looks no further
+# The quantities of `over_seeds`
+PERPLEXITY, BITS, ACCURACY = "perplexity", "bits per byte", "accuracy, %"
+GAIN = "gain over the better control, nats per token"
+
+Value = Sequence[Any]  # mean, low and high of its 95 % interval, the value of each seed [seeds]
+
+
+def interval_text(mean: float, low: float, high: float, form: str = "+.3f") -> str:
+    """`+0.038 [+0.020, +0.056]`, as every interval is printed. form: the format of the three numbers."""
+    return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
+
+
+# ---- inside one run ----
+
+
+def bootstrap(per_document: np.ndarray, draws: int = 4000) -> tuple[float, float]:
+    """(low, high): the 95 % bootstrap interval of the mean of these values, over resampled documents; NaN for one.
+
+    per_document: [documents]. The draws are the same in every call. For the difference of two curves, pass the
+    differences per document: the interval is then a paired one.
+    """
+    n = len(per_document)
+    picks = np.random.default_rng(0).integers(n, size=(draws, n))
+    low, high = np.percentile(per_document[picks].mean(axis=1), [2.5, 97.5]) if n > 1 else (np.nan, np.nan)
+    return float(low), float(high)
+
+
+def mean_interval(values: np.ndarray) -> tuple[float, float, float]:
+    """(mean, low, high) of values [seeds, documents]: over documents for one seed, over both for several."""
+    interval = bootstrap(values[0]) if len(values) == 1 else estimate(values).interval
+    return float(values.mean()), *interval
+
+
+def difference(a: Row, b: Row) -> tuple[float, float, float]:
+    """(mean, low, high) of loss a - loss b in nats per token, on the windows that both rows have."""
+    return mean_interval(per_document_difference(a, b)[None])
+
+
+def gain(row: Row, control: Row) -> tuple[float, float, float]:
+    """(mean, low, high) of the control's loss minus this row's loss, nats per token. Positive if the method is better.
+
+    control: of `measure.curves.controls`, at the same length.
+    """
+    return difference(control, row)
+
+
+# ---- over several seeds: the analysis of variance ----
+
+
+def mean_squares(delta: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(seeds, documents, interaction): the mean squares of the two-way table, each [...]. delta: [..., S, D], S, D >= 2
+
+    Their degrees of freedom are S - 1, D - 1 and (S - 1)(D - 1), their expectations D * var(seed) + var(interaction),
+    S * var(document) + var(interaction), and var(interaction).
+    """
+    S, D = delta.shape[-2:]
+    mean = delta.mean(axis=(-2, -1), keepdims=True)
+    by_seed, by_document = delta.mean(axis=-1, keepdims=True), delta.mean(axis=-2, keepdims=True)
+    rest = delta - by_seed - by_document + mean
+    seeds = D * ((by_seed - mean) ** 2).sum(axis=(-2, -1)) / (S - 1)
+    documents = S * ((by_document - mean) ** 2).sum(axis=(-2, -1)) / (D - 1)
+    return seeds, documents, (rest**2).sum(axis=(-2, -1)) / ((S - 1) * (D - 1))
+
+
+def variance_components(delta: np.ndarray) -> tuple[float, float, float]:
+    """(seed, document, interaction): the variances of the effects, estimated from the mean squares; at least 0.
+
+    delta: [S, D]. In (nats per token)^2; the interaction contains the noise of a single cell.
+    """
+    S, D = delta.shape
+    seeds, documents, interaction = (float(ms) for ms in mean_squares(delta))
+    return max(0.0, (seeds - interaction) / D), max(0.0, (documents - interaction) / S), interaction
+
+
+def variance_of_mean(delta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(variance of the mean over seeds and documents [...], its degrees of freedom [...]). delta: [..., S, D]
+
+    The variance is (MS_seeds + MS_documents - MS_interaction) / (S D). Two guards, because the difference of mean
+    squares can be too small or negative, and because MS_seeds is an estimate with only S - 1 degrees of freedom:
+
+    * A mean square below that of the interaction counts as equal to it, as if its component were 0. So the variance is
+      never below that of one random effect alone.
+    * Satterthwaite (1946) has 1 / df = w^2 / (S - 1) + (1 - w)^2 / (D - 1), w being the share of MS_seeds in the
+      variance. With two or three seeds w is often too small by chance, and the interval then too narrow. We take the
+      shares without the squares, 1 / df = w / (S - 1) + (1 - w) / (D - 1): never more degrees of freedom.
+
+    Simulated over all sets of variance components, the lowest coverage of the 95 % interval is 94 % with 3 seeds (with
+    Satterthwaite's squares 92 %) and 91 % with 2 (87 %); tests/test_mixed_effects.py repeats this for the components of
+    our rows. With one seed: the variance over documents, D - 1 degrees of freedom.
+    """
+    S, D = delta.shape[-2:]
+    if S == 1:
+        variance = delta[..., 0, :].var(axis=-1, ddof=1) / D
+        return variance, np.full(variance.shape, D - 1.0)
+    seeds, documents, interaction = mean_squares(delta)
+    total = np.maximum(seeds, interaction) + np.maximum(documents, interaction) - interaction
+    share = np.minimum(seeds, total) / np.where(total > 0, total, 1.0)
+    return total / (S * D), degrees_of_freedom(share, S, D)
+
+
+def degrees_of_freedom(share: np.ndarray | float, S: int, D: int) -> np.ndarray:
+    """Of the variance of the mean. share: of the seeds in it, 0 .. 1 [...]"""
+    return 1 / (np.asarray(share) / (S - 1) + (1 - np.asarray(share)) / (D - 1))
+
+
+def half_width(variance: np.ndarray | float, df: np.ndarray | float, level: float = LEVEL) -> np.ndarray:
+    """Half of a two-sided t interval."""
+    return special.stdtrit(df, (1 + level) / 2) * np.sqrt(variance)
+
+
+# ---- one difference ----
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean of a matrix of differences, with what is needed for its interval and its tests."""
+
+    mean: float  # nats per token
+    variance: float = 0.0  # of the mean; 0: the value is exact
+    df: float = np.inf
+    seeds: int = 1
+    documents: int = 1
+    components: tuple[float, float, float] | None = None  # variances of seed, document, interaction; None: one seed
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """(low, high) of the 95 % interval. With one seed it covers other documents, but not other seeds."""
+        half = float(half_width(self.variance, self.df)) if self.variance else 0.0
+        return self.mean - half, self.mean + half
+
+    def p_above(self, margin: float) -> float:
+        """The one-sided p value against "the mean is at most the margin": small if it is above."""
+        if not self.variance:
+            return float(self.mean <= margin)
+        return float(special.stdtr(self.df, (margin - self.mean) / np.sqrt(self.variance)))
+
+    def p_below(self, margin: float) -> float:
+        """The one-sided p value against "the mean is at least the margin": small if it is below.
+
+        With `p_above(-margin)` these are the two one-sided tests of equivalence (Schuirmann 1987).
+        """
+        return Estimate(-self.mean, self.variance, self.df).p_above(-margin)
+
+    def seeds_needed(self, margin: float, alpha: float = 1 - LEVEL) -> int | None:
+        """The smallest number of seeds with which the interval of level 1 - alpha is expected to exclude the margin.
+
+        Expected: with the mean and the variance components of now. None: more seeds are not enough, because the
+        variance over the documents remains, or the components are unknown (one seed).
+        """
+        if self.components is None:
+            return None
+        seed, document, interaction = self.components
+        D = self.documents
+        for S in range(2, MOST_SEEDS + 1):
+            of_seeds = seed / S + interaction / (S * D)
+            variance = of_seeds + document / D
+            df = degrees_of_freedom(of_seeds / variance, S, D) if variance else np.inf
+            if half_width(variance, df, 1 - alpha) < abs(self.mean - margin):
+                return S
+        return None
+
+
+def estimate(delta: np.ndarray) -> Estimate:
+    """The mean of differences with its variance. delta: [S, D], nats per token, D >= 2"""
+    variance, df = (float(x) for x in variance_of_mean(delta))
+    components = variance_components(delta) if len(delta) > 1 else None
+    return Estimate(float(delta.mean()), variance, df, *delta.shape, components)
+
+
+# ---- many differences ----
+
+
+def q_values(p: list[float]) -> list[float]:
+    """Benjamini & Hochberg (1995): the false discovery rate if all tests with a p value up to this one count.
+
+    p: of all tests of one table.
+    """
+    from scipy import stats  # takes half a second
+
+    return stats.false_discovery_control(p).tolist() if p else []
+
+
+# ---- one method with several seeds ----
+
+
+def run_without_seed(row: Row) -> str:
+    """`rope` for the run rope-s1 of seed 1, otherwise the name of the run."""
+    name, _, seed = row.run.rpartition("-s")
+    return name if name and seed == str(row.seed) else row.run
+
+
+def over_seeds(rows: list[Row], windows: list[Row], nones: list[Row]) -> dict[str, Value]:
+    """quantity -> its value for one method at one length, as far as the rows have it.
+
+    rows: one for each seed; with one, intervals are over documents. windows, nones: the rows of the window control and
+    without scaling, of the same runs and all lengths.
+    """
+    if all(row.hits for row in rows):
+        hits = 100 * np.array([row.hits for row in rows])  # [seeds, examples]
+        return {ACCURACY: (*mean_interval(hits), hits.mean(axis=1))}
+    losses = np.array([row.loss for row in rows])
+    mean, low, high = losses.mean(), rows[0].low, rows[0].high
+    if len(rows) > 1:
+        common = sorted(set.intersection(*({*row.scored_windows} for row in rows)))
+        unaligned, *ends = mean_interval(np.stack([row.document_losses(common) for row in rows]))
+        low, high = (mean + end - unaligned for end in ends)
+    found: dict[str, Value] = {PERPLEXITY: [np.exp(np.minimum(x, 700)) for x in (mean, low, high, losses)]}
+    if math.isfinite(bits := rows[0].bits_per_byte / rows[0].loss):  # the same for all losses on these targets
+        found[BITS] = [bits * x for x in (mean, low, high, losses)]
+    window = {row.run: row for row in windows if row.n == rows[0].n}
+    if all(row.run in window for row in rows):
+        truncated = {row.run: {row.n: row} for row in nones if row.n == row.longest_trained_ctx}
+        controls = better_controls([window[row.run] for row in rows], truncated)
+        gains = np.stack([per_document_difference(a, b) for a, b in zip(controls, rows, strict=True)])
+        found[GAIN] = (*mean_interval(gains), gains.mean(axis=1))  # of [seeds, documents]
+    return found

@@ -1,0 +1,206 @@
+"""How curves are shown: tables, sentences and figures, of losses or of accuracies. eval.py and compare.py print them.
+
+`Losses` and `Accuracy` have the same methods: print_evaluation for the curves of one evaluation, print_comparison for
+those of any runs on the same texts, and draw.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from measure import plots
+from measure.curves import Curve, Row, controls
+from measure.intervals import bootstrap, difference, gain, interval_text
+
+MARK = ""  # head of the column that has a t where the better control is truncation
+NO_LENGTH = 0  # the effective context of a method that is below the threshold at the shortest length
+
+
+def print_table(heads: Sequence[str | int], lines: dict[str, dict[Any, str]]) -> None:
+    """A line for each name, with its cells by their heads, empty where it has none."""
+    rows = [["", *map(str, heads)], *([name, *(cells.get(h, "") for h in heads)] for name, cells in lines.items())]
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    for name, *cells in rows:
+        columns = (f"{cell:>{width + 2}}" for cell, width in zip(cells, widths, strict=True))
+        print("".join((f"{name:<{first}}", *columns)).rstrip())
+
+
+class Losses:
+    """Tasks without right answers: matched, prefix and sliding."""
+
+    def __init__(self, guess: float = math.inf):
+        """guess: loss of guessing, nats per token; a model that is hardly better gets no verdict."""
+        self.guess = guess
+
+    def print_evaluation(self, curves: Sequence[Curve], requested: Curve) -> None:
+        """Print the table of one evaluation: no scaling, the window control and the requested method at each length.
+
+        Below it the gain at the longest length, and the tax at the longest length within L. curves: these, with
+        the same lengths; the requested one may be a control.
+        """
+        none, window = curves[:2]
+        L, longest = none.first.train_ctx, none.first.longest_trained_ctx
+        (control_rows,) = controls([none, window]).values()  # of one run
+        lines = {}
+        for i, row in enumerate(requested.rows):
+            cells = {"n/L": f"{row.n / L:.2g}", "factor": f"{row.factor:.3g}", "bits/byte": f"{row.bits_per_byte:.3f}"}
+            cells |= {c.label[:16]: f"{c.rows[i].ppl:.2f}" for c in (none, window, requested)}
+            bar = control_rows[row.n]
+            cells |= {"gain [95 %]": interval_text(*gain(row, bar)), MARK: "t" * (bar.label != "window")}
+            lines[f"{row.n:>6}"] = cells
+        name = requested.label[:16]
+        print(f"\nperplexity at n tokens; bits/byte, factor and gain (nats/token, over the better control) of {name}")
+        labels = dict.fromkeys(("none", "window", name))
+        print_table(["n/L", *labels, "bits/byte", "factor", "gain [95 %]", MARK], lines)
+        if any(bar.label != "window" for bar in control_rows.values()):
+            print(f"t: the better control is truncation: only the last {longest} tokens are given")
+        if len({len(row.scored_windows) for row in none.rows}) > 1:
+            print("long lengths score fewer windows: their losses are those at L plus the difference on these windows")
+        last = requested.rows[-1]
+        if last.n > longest and requested.label != "window":
+            lowest = min(row.loss for row in none.rows)
+            untrained = f"the lowest loss is {lowest:.2f} nats/token, and that of a random guess {self.guess:.2f}"
+            hardly = lowest > 0.85 * self.guess
+            print("\n" + (f"no verdict: {untrained}" if hardly else self.verdict(last, control_rows[last.n])))
+        inside = [i for i, row in enumerate(requested.rows) if row.n <= L]
+        if inside and requested.label not in ("none", "window"):
+            print(self.tax(requested.rows[inside[-1]], none.rows[inside[-1]]))
+
+    def verdict(self, row: Row, bar: Row) -> str:
+        """A sentence: the gain of a method at one length, and whether its interval excludes 0."""
+        mean, low, high = gain(row, bar)
+        outcome = "better than" if low > 0 else "worse than" if high < 0 else "no different from"
+        truncated = bar.label != "window"
+        control = f"being given only {bar.n} tokens" if truncated else f"seeing only {bar.window} tokens at a time"
+        gained = f"{interval_text(mean, low, high)} nats/token"
+        return f"gain over the better control at n={row.n} ({row.n / row.train_ctx:g}x): {gained}: {outcome} {control}"
+
+    def tax(self, row: Row, none: Row) -> str:
+        """A line: how much a method raises the loss at a length within the trained context. none: without scaling."""
+        mean, low, high = difference(row, none)
+        price = f"{interval_text(mean, low, high)} nats/token" if mean else "0, nothing is changed there"
+        return f"tax inside the trained context (n={row.n}, factor {row.factor:g}): {price}"
+
+    def print_comparison(self, shown: Sequence[Curve]) -> None:
+        """Print bits per byte of curves on the same targets: a line for each curve, a column for each length."""
+        first, ns = shown[0].first, sorted({row.n for c in shown for row in c.rows})
+        scored = f"the tokens that task={first.task} scores in {first.documents} held-out documents"
+        print(f"bits/byte of {scored}, given n tokens")
+        lines = {}
+        for c in shown:
+            cells = {row.n: f"{row.bits_per_byte:.3f}" for row in c.rows}
+            lines[f"{c.run}  {c.label}"] = cells | {"L": str(c.first.train_ctx)}
+        print_table(["L", *ns], lines)
+
+    def print_gains(self, shown: Sequence[Curve], curves: Sequence[Curve]) -> None:
+        """Print the gain of each curve over its run's better control for n > L.
+
+        shown: the curves to print. curves: these and the controls of their runs (none and window).
+        """
+        control_rows, L, lines = controls(curves), curves[0].first.train_ctx, {}
+        for c in shown:
+            of_run = control_rows.get(c.run, {})
+            pairs = [(row, of_run[row.n]) for row in c.rows if row.n > L and row.n in of_run]
+            lines[f"{c.run}  {c.label}"] = {row.n: interval_text(*gain(row, bar)) for row, bar in pairs}
+        print("gain over the better control (window, truncation), nats/token [95 %]")
+        print_table(sorted({n for cells in lines.values() for n in cells}), lines)
+
+    def draw(self, shown: Sequence[Curve], path: Path, title: str, curves: Sequence[Curve] = ()) -> None:
+        """Bits per byte and perplexity against context length. curves: with the controls of the runs, if not shown.
+
+        Bands are 95 % intervals of each curve's difference from its run's better control. The interval of the curve
+        itself would be much wider: documents differ more than methods do, and these differences are common to all
+        curves.
+        """
+        control_rows = controls(curves or shown)
+
+        def bits(curve: Curve) -> np.ndarray:
+            of_run = control_rows.get(curve.run, {})
+            bits, losses = np.array([(row.bits_per_byte, row.loss) for row in curve.rows]).T
+            mean, low, high = np.array([gain(row, of_run.get(row.n, row)) for row in curve.rows]).T * (bits / losses)
+            return np.stack((bits, bits + mean - high, bits + mean - low))
+
+        nats = math.log(2) * shown[0].first.bytes / shown[0].first.tokens
+        title += "\nbands: 95 % of the difference from the better control"
+        plots.draw_curves(shown, bits, path, title, "bits per byte (same targets at every n)", nats=nats)
+
+
+class Accuracy:
+    """Tasks with an answer, which is right or wrong."""
+
+    def __init__(self, threshold: float, chance: float = 0.0):
+        """threshold: the accuracy that counts as solved. chance: accuracy of guessing."""
+        self.threshold, self.chance = threshold, chance
+
+    def print_evaluation(self, curves: Sequence[Curve], requested: Curve) -> None:
+        """Print all curves of one evaluation. requested: one of them."""
+        self.print_comparison(curves)
+
+    def print_comparison(self, shown: Sequence[Curve]) -> None:
+        """Print the accuracy of each curve at each length, then by distance, and the effective contexts."""
+        named = {f"{c.run}  {c.label}": c for c in shown}
+        ns, L = sorted({row.n for c in shown for row in c.overall}), shown[0].first.train_ctx
+        by_chance = f"chance {100 * self.chance:.0f} %, " if self.chance else ""
+        print(f"\naccuracy of the answer in % [95 %], all distances together, at n tokens; {by_chance}L = {L}")
+        cells = {name: {x.n: interval_text(*in_percent(x), ".0f") for x in c.overall} for name, c in named.items()}
+        print_table(ns, cells)
+        for n in [n for n in ns if n > L] or ns[-1:]:
+            print(f"\nn={n}, by distance of the answer, tokens")
+            rows = {name: {x.distance: x for x in c.rows if x.n == n and x.distance} for name, c in named.items()}
+            cells = {name: {d: f"{in_percent(x)[0]:.0f}" for d, x in at.items()} for name, at in rows.items()}
+            print_table(sorted({d for at in rows.values() for d in at}), cells)
+        solved = f"the accuracy is at least {100 * self.threshold:g} % at every length"
+        print(f"\neffective context: the longest n up to which {solved}")
+        for name, c in named.items():
+            ns = [row.n for row in c.overall]
+            n, low, high = (describe_context(x, ns) for x in effective_context(c, self.threshold))
+            print(f"{name:<{max(map(len, named))}}  {n:>7} [{low}, {high}]")
+
+    def draw(self, shown: Sequence[Curve], path: Path, title: str, curves: Sequence[Curve] = ()) -> None:
+        """Accuracy against context length, with 95 % bands."""
+        levels = [100 * y for y in (self.threshold, self.chance) if y]
+        title += "\nbands: 95 %; dotted: threshold of the effective context" + (" and chance" if self.chance else "")
+        plots.draw_curves(shown, percentages, path, title, "accuracy of the answer, %", levels)
+
+
+def in_percent(row: Row) -> tuple[float, float, float]:
+    """(mean, low, high) of the accuracy."""
+    low, high = bootstrap(np.array(row.hits))
+    return 100 * float(np.mean(row.hits)), 100 * low, 100 * high
+
+
+def percentages(curve: Curve) -> np.ndarray:
+    """[3, lengths]: `in_percent` at each length."""
+    return np.array([in_percent(row) for row in curve.overall]).T
+
+
+def describe_context(n: int, ns: Sequence[int]) -> str:
+    """`512`, `>= 2048` at the longest evaluated length, `< 128` below the shortest."""
+    return f"< {ns[0]}" if n == NO_LENGTH else f">= {n}" if n == ns[-1] else str(n)
+
+
+def effective_context(curve: Curve, threshold: float, draws: int = 2000) -> tuple[int, int, int]:
+    """(n, low, high): the largest evaluated n up to which the accuracy is at least `threshold`, with its 95 % interval.
+
+    The interval is a bootstrap over examples; it takes evaluated lengths only. NO_LENGTH if there is no such n.
+    """
+    rows = curve.overall
+    hits = np.array([row.hits for row in rows])  # [lengths, examples]
+    picks = np.random.default_rng(0).integers(hits.shape[1], size=(draws, hits.shape[1]))
+    means = np.concatenate((hits.mean(axis=1)[:, None], hits[:, picks].mean(axis=2)), axis=1)  # [lengths, 1 + draws]
+    solved = np.cumprod(means >= threshold, axis=0).sum(axis=0)  # how many lengths from the shortest one on
+    values = np.array([NO_LENGTH, *(row.n for row in rows)])[solved]
+    low, high = np.percentile(values[1:], [2.5, 97.5], method="inverted_cdf")
+    return int(values[0]), int(low), int(high)
+
+
+def print_left_out(curves: Sequence[Curve], texts: str) -> None:
+    """Name the curves on other texts than these. texts: the key `Row.texts`."""
+    others = [row for curve in curves for row in curve.rows if row.texts != texts]
+    if others:
+        print("left out, because they are on other texts (another task, corpus or documents) and cannot be compared:")
+    for line in sorted({f"{x.run}: task={x.task}, {x.documents} documents or examples: {x.label}" for x in others}):
+        print(f"  {line}")

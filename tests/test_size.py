@@ -1,0 +1,131 @@
+"""The standing budgets of size, counted by folder, and the rules of how code is laid out: python -m tests.test_size
+
+Counted are code lines: without blank lines, comments and docstrings. minimal.py is counted apart.
+"""
+
+import functools
+
+import pytest
+
+from tests.source import ROOT, circle, code_lines, edges, functions, imports_of, python_files, room_of
+
+# Limits, and where they are above the aim, the aim: a limit may only fall, until it is the aim
+BUDGETS = {
+    "commands": 450,
+    "conf": 520,
+    "data": 525,
+    "engine": 790,
+    "kernels": 340,
+    "model": 1400,
+    "measure": 1310,
+    "hf": 1270,
+    "studies": 1500,
+    "bench": 455,
+    "product": 8500,
+    "tests": 8500,
+}
+AIMS = BUDGETS | {
+    **{"conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100},
+    **{"bench": 450, "product": 8000, "tests": 7000},
+}
+README_LINES, README_WORDS, MINIMAL_LINES = 160, 1700, 200
+LONGEST_FUNCTION, SMALLEST_FILE, IMPORTS_IN_FUNCTIONS = 70, 25, 15  # lines, code lines, functions
+PLUG_INS = ("model/pos/", "model/scaling/", "data/corpora/", "measure/tasks/")
+REASON = "a file of its own"  # a small file that is no plug-in says why in its first line, with these words
+# Optional packages, and those that take more than 0.3 s: only they may be imported inside a function.
+# kernels.rope_triton is written in the language of Triton, which some platforms lack
+LATE = (
+    *("datasets", "gguf", "matplotlib", "plotly", "scipy", "transformers", "wandb"),
+    *("torch._dynamo", "torch._functorch", "torch.distributed", "kernels.rope_triton"),
+)
+
+SOURCES = python_files()
+PRODUCT = {path: source for path, source in SOURCES.items() if not path.startswith("tests/")}
+
+
+def folder_of(path: str) -> str:
+    return room_of(path) if "/" in path else "minimal.py" if path == "minimal.py" else "commands"
+
+
+@functools.cache
+def sizes() -> dict[str, tuple[int, int]]:
+    """folder -> (code lines, files)."""
+    files = {folder: [s for p, s in SOURCES.items() if folder_of(p) == folder] for folder in BUDGETS}
+    files["product"] = [s for folder, inside in files.items() if folder != "tests" for s in inside]
+    return {folder: (sum(map(code_lines, inside)), len(inside)) for folder, inside in files.items()}
+
+
+def imports_in_functions() -> tuple[set[str], list[str]]:
+    """(functions that import allowed packages, other imports inside functions)."""
+    allowed, others = set(), []
+    for path, source in PRODUCT.items():
+        for item in (item for item in imports_of(path, source) if item.function):
+            if f"{item.target}.".startswith(tuple(f"{name}." for name in LATE)):
+                allowed.add(f"{path} {item.function}")
+            else:
+                others.append(f"{path} {item.function}: {item.target}")
+    return allowed, others
+
+
+def small_files() -> list[str]:
+    """Files that are neither plug-ins nor the __init__.py of a folder, nor give a reason for their size."""
+    others = {path for path in PRODUCT if not path.startswith(PLUG_INS) and not path.endswith("__init__.py")}
+    small = [path for path in sorted(others) if code_lines(PRODUCT[path]) < SMALLEST_FILE]
+    return [path for path in small if REASON not in PRODUCT[path].split("\n")[0]]
+
+
+def long_functions() -> list[str]:
+    named = [(f"{p}: {name}: {n}", n) for p, source in PRODUCT.items() for name, n in functions(source).items()]
+    return [line for line, n in named if n > LONGEST_FUNCTION]
+
+
+@pytest.mark.parametrize("folder", BUDGETS)
+def test_a_folder_is_within_its_budget(folder):
+    assert sizes()[folder][0] <= BUDGETS[folder]
+
+
+def test_only_optional_and_slow_packages_are_imported_inside_functions():
+    allowed, others = imports_in_functions()
+    assert others == [] and len(allowed) <= IMPORTS_IN_FUNCTIONS
+
+
+def test_the_formatter_formats():
+    assert [path for path, source in PRODUCT.items() if "fmt: " + "skip" in source or "fmt: " + "off" in source] == []
+
+
+def test_small_files_have_a_reason():
+    assert small_files() == []
+
+
+def test_no_function_is_longer_than_a_screen():
+    assert long_functions() == []
+
+
+def test_readme_and_minimal_are_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= README_LINES and len(text.split()) <= README_WORDS
+    assert len(SOURCES["minimal.py"].splitlines()) <= MINIMAL_LINES
+
+
+def main() -> None:
+    """Print the table: code lines, budget and files of each folder, and the counts of the rules."""
+    for folder, (lines, files) in sizes().items():
+        over = "  over its limit" if lines > BUDGETS[folder] else ""
+        print(f"{folder:<10}{lines:>7,} code lines in {files:>3} files, aim {AIMS[folder]:>6,}{over}")
+    allowed, others = imports_in_functions()
+    readme = (ROOT / "README.md").read_text()
+    counts = {
+        "functions that import optional or slow packages": [len(allowed)],
+        "other imports inside functions": others,
+        "a circle of imports": circle(edges(PRODUCT)),
+        "fmt: skip": [path for path, source in PRODUCT.items() if "fmt: " + "skip" in source],
+        "small files without a reason": small_files(),
+        "long functions": long_functions(),
+        "README.md, lines and words": [len(readme.splitlines()), len(readme.split())],
+    }
+    for name, found in counts.items():
+        print(f"{name}: {', '.join(map(str, found)) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()
