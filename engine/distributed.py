@@ -9,6 +9,7 @@ the others.
 import atexit
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -42,7 +43,17 @@ def join(device: torch.device) -> None:
         # gloo beside nccl: what the ranks exchange on the CPU never waits for the GPU
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=TIMEOUT)
-        atexit.register(dist.destroy_process_group)
+        atexit.register(leave)
+
+
+def leave() -> None:
+    """Leave the process group, and let gloo's threads finish.
+
+    They free the tensors of an exchange after it has ended, for which they need the interpreter. One that does so while
+    Python ends aborts the process: "terminate called without an active exception".
+    """
+    dist.destroy_process_group()
+    time.sleep(0.5)
 
 
 def local_rows(batch_tokens: int, ctx: int) -> slice:
