@@ -235,7 +235,7 @@ class Training:
             "tokenizer": self.tokenizer,
             "seconds": self.elapsed(),
             "validation": self.result,
-            **checkpoint.training_state(self.model, self.optimizer),
+            **distributed.gather_state(self.model, self.optimizer),
         }
         distributed.on_rank0(lambda: checkpoint.save(self.folder, state))
         self.saved = self.done

@@ -117,30 +117,15 @@ def last_state(run: Path, cfg: TrainConfig) -> dict[str, Any] | None:
     return state
 
 
-def training_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """{"model": weights, "optimizer": its state by parameter names}, for `save`.
-
-    All ranks call it. The result of rank 0 is complete and on the CPU; that of the others may be empty.
-    """
-    state_dicts = distributed.state_dicts()
-    options = state_dicts.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = state_dicts.get_state_dict(model, optimizer, options=options)
-    return {"model": weights, "optimizer": moments}
-
-
 def restore(run: Path, state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
     """Load weights and moments of a checkpoint into model and optimizer, in place. All ranks call it.
 
     The options of the optimizer (learning rate, betas ...) stay those of the settings.
     """
-    state_dicts = distributed.state_dicts()
-    options = state_dicts.StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed.world() > 1)
-    weights, moments = (state["model"], state["optimizer"]) if distributed.rank() == 0 else ({}, {})
     chosen = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     with reading(run / "ckpt.pt"):
         if state["model"].keys() != model.state_dict().keys():  # torch would leave a lost weight as it was drawn
             raise ValueError("its weights are those of another model")
-        state_dicts.set_model_state_dict(model, weights, options=options)
-        state_dicts.set_optimizer_state_dict(model, optimizer, moments, options=options)
+        distributed.scatter_state(model, optimizer, state["model"], state["optimizer"])
     for group, values in zip(optimizer.param_groups, chosen, strict=True):
         group.update(values)

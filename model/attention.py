@@ -7,22 +7,22 @@ a token's place in the sequence, 0 .. T - 1; `positions` are the numbers that th
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import ModelConfig
+from model import masks
 from model.linear_attention import linear_attention
+from model.masks import ScoreBias, query_blocks
 from model.pos import Encoding
 from model.regions import widen
 from model.scaling import ContextChange
-
-QUERY_BLOCK = 512  # queries that are processed together where a mask is needed, so that no mask has T x T numbers
 
 
 class Cache:
@@ -168,24 +168,6 @@ def sharpened(q: Tensor, positions: Tensor, change: ContextChange) -> Tensor:
 # ---- four ways to compute softmax attention ----
 
 
-class ScoreBias(Protocol):
-    """What `attend` adds to the scores: an Encoding is one, and the biases of encodings that see content are others.
-
-    `places`, int64 [T] or [B, T]: what the bias is computed from, positions for an Encoding, indices for the others.
-    """
-
-    has_bias: bool = True
-
-    def bias(self, q_places: Tensor, k_places: Tensor, /) -> Tensor | None:
-        """The bias of these queries and keys, [H or 1, Tq, Tk] or [B, H, Tq, Tk]; None adds nothing."""
-
-    def key_bias(self, k_places: Tensor, /) -> Tensor | None:
-        """Of all T keys, float32 [H, T] or [B, H, T], if bias(q, k) = key_bias(k) + a function of q, which softmax
-        ignores. Then attention needs no mask.
-        """
-        return None
-
-
 def attend(heads: Heads, score_bias: ScoreBias, places: Tensor, change: ContextChange) -> Tensor:
     """Causal attention of the last S tokens to all T -> [B, H, S, D], with memory linear in T.
 
@@ -200,7 +182,7 @@ def attend(heads: Heads, score_bias: ScoreBias, places: Tensor, change: ContextC
     """
     S, T = heads.q.shape[2], heads.k.shape[2]
     # On a CPU, the backward pass of SDPA is slower than plain matrix products, as long as T x T is small
-    if trains_on_cpu(heads.q) and S == T <= QUERY_BLOCK and not heads.far:
+    if trains_on_cpu(heads.q) and S == T <= masks.QUERY_BLOCK and not heads.far:
         return attend_unfused(heads, score_bias, places, change)
     sees_all = change.window is None or change.window >= T - heads.prepended
     if sees_all and S in (1, T) and not heads.far:  # SDPA's causal mask is right for T queries, a single one needs none
@@ -217,7 +199,7 @@ def attend_unfused(heads: Heads, score_bias: ScoreBias, places: Tensor, change: 
     It slices neither q, k nor v: for slices, Inductor of torch 2.13 compiles a backward pass on a CPU that returns NaN.
     With a bias, whose mask is float32, scores and softmax are float32 too.
     """
-    (block,) = query_blocks(heads, score_bias, places, change)
+    (block,) = query_blocks(heads.q, heads.k, score_bias, places, change, heads.prepended)
     scores = heads.q @ heads.k.transpose(-1, -2) * heads.q.shape[-1] ** -0.5 + block.mask  # [B, H, T, T]
     return scores.softmax(-1).to(heads.v.dtype) @ heads.v
 
@@ -256,7 +238,7 @@ def attend_blocks(heads: Heads, score_bias: ScoreBias, places: Tensor, change: C
     if window is not None and not score_bias.has_bias and not regions and heads.q.shape[2] == heads.k.shape[2]:
         start = window  # the first queries see all earlier keys, so they need no mask
         outputs.append(attend_causal(*(x[:, :, :window] for x in (heads.q, heads.k, heads.v))))
-    for block in query_blocks(heads, score_bias, places, change, start):
+    for block in query_blocks(heads.q, heads.k, score_bias, places, change, heads.prepended, start):
         rotations = [(q[:, :, block.rows], block.keys_of(k)) for q, k in [(heads.q, heads.k), *heads.far]]
         q, k, v, mask = *rotations[0], block.keys_of(heads.v), block.mask
         if regions:
@@ -279,60 +261,3 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -
             q.to(dtype), k.to(dtype), v.to(dtype), mask, scale=scale, enable_gqa=k.shape[1] < q.shape[1]
         )
         return y.to(q.dtype)
-
-
-# ---- masks ----
-
-
-def sees(q: Tensor, k: Tensor, window: int | None, always_visible: int) -> Tensor:
-    """Whether query q sees key k, bool [Tq, Tk], for their indices [Tq, 1] and [Tk]."""
-    if window is None:
-        return k <= q
-    return (k <= q) & ((k > q - window) | (k < always_visible))
-
-
-@dataclass
-class QueryBlock:
-    """Some queries, and the keys that any of them can see: the `first` ones, and those that are `near`."""
-
-    rows: slice  # of the S queries
-    queries: range  # their indices
-    first: int
-    near: range  # indices
-    mask: Tensor  # the bias, and -inf where a query does not see a key, [1 or B, 1 or H, queries, keys]
-
-    def keys_of(self, x: Tensor) -> Tensor:
-        """[B, H, T, D] -> [B, H, keys, D]"""
-        return select_keys(x, 2, self.first, self.near)
-
-    def in_text(self, prepended: int) -> tuple[range, tuple[range, range]]:
-        """The indices of queries and keys in the text, where prepended keys have negative ones."""
-        near, queries = (range(x.start - prepended, x.stop - prepended) for x in (self.near, self.queries))
-        return queries, (range(-prepended, self.first - prepended), near)
-
-
-def select_keys(x: Tensor, dim: int, first: int, near: range) -> Tensor:
-    """The entries of x along dim of the first keys, and of those in `near`."""
-    selected = x.narrow(dim, near.start, len(near))
-    return torch.cat((x.narrow(dim, 0, first), selected), dim) if first else selected
-
-
-def query_blocks(
-    heads: Heads, score_bias: ScoreBias, places: Tensor, change: ContextChange, start: int = 0
-) -> Iterator[QueryBlock]:
-    """The S queries from number `start` on, in blocks of at most QUERY_BLOCK, each with the keys it can see."""
-    q, S, T = heads.q, heads.q.shape[2], heads.k.shape[2]
-    window, always_visible = change.window, change.always_visible + heads.prepended
-    for row in range(start, S, QUERY_BLOCK):
-        rows = slice(row, min(row + QUERY_BLOCK, S))
-        queries = range(T - S + rows.start, T - S + rows.stop)
-        near = range(0 if window is None else max(0, queries.start - window + 1), queries.stop)
-        first = 0 if window is None else min(always_visible, near.start)
-        index = torch.arange(queries.stop, device=q.device, dtype=torch.int32)  # a CPU compares int64 more slowly
-        q_index, k_index = index[queries.start :, None], select_keys(index, 0, first, near)
-        mask = torch.where(sees(q_index, k_index, window, always_visible), q.new_zeros(()), -math.inf)
-        bias = score_bias.bias(places[..., queries.start : queries.stop], select_keys(places, -1, first, near))
-        if bias is not None:  # bfloat16 could not hold ALiBi's slope x distance from distance 257 on
-            mask = bias.to(torch.promote_types(q.dtype, torch.float32)) + mask
-        mask = mask if mask.dim() == 4 else mask.expand(1, 1 if mask.dim() == 2 else -1, -1, -1)
-        yield QueryBlock(rows, queries, first, near, mask)

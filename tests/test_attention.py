@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import attention, gpt
+from model import attention, gpt, masks
 from model.attention import Heads, attend_blocks
 from model.regions import Clipped
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
@@ -27,7 +27,7 @@ def test_blocked_and_written_out_attention_equal_the_plain_formula(pos, window, 
     written_out = model(x, change=change)
     with torch.no_grad():
         whole = model(x, change=change)
-        monkeypatch.setattr(attention, "QUERY_BLOCK", 7)
+        monkeypatch.setattr(masks, "QUERY_BLOCK", 7)
         blocked = model(x, change=change)
 
     def plain(heads, pos, positions, change):
@@ -151,7 +151,7 @@ def rotated_scores(inv_freq: torch.Tensor, relative: torch.Tensor) -> Scores:
 @pytest.mark.parametrize("block", [7, 512])
 @pytest.mark.parametrize("leak", [None, 4.0, "auto"])
 def test_rerope_clips_relative_positions(leak, block, monkeypatch):
-    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    monkeypatch.setattr(masks, "QUERY_BLOCK", block)
     model, x = model_of("rope"), random_tokens(1, 24)
     trained = TrainedContext("rope", 12, model.pos.inv_freq)
     change = resolve({"kind": "rerope", "size": 6, "leak": leak}, trained, 24, 24)
@@ -168,7 +168,7 @@ def test_rerope_clips_relative_positions(leak, block, monkeypatch):
 
 @pytest.mark.parametrize("block", [7, 512])
 def test_window_with_sinks_keeps_the_first_keys_at_distance_L(block, monkeypatch):
-    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    monkeypatch.setattr(masks, "QUERY_BLOCK", block)
     model, x = model_of("rope"), random_tokens(1, 24)
     change = resolve({"kind": "window_sink", "sinks": 2}, TrainedContext("rope", 8, model.pos.inv_freq), 24, 24)
     i, j = torch.arange(24)[:, None], torch.arange(24)

@@ -9,6 +9,7 @@ from conf.errors import UserError
 from engine.checkpoint import load, restore
 from engine.optimizer import make_optimizer
 from model import attention, gpt, spectrum
+from model.masks import query_blocks
 from model.pos.alibi import slopes
 from model.scaling import ContextChange, TrainedContext, resolve
 from tests.helpers import SMALL, encoding_of, run_train, scaling_knobs, train_settings
@@ -46,15 +47,14 @@ def test_a_bias_is_added_in_float32_under_autocast(pos, T, S, window, grad, devi
 
 def test_alibis_mask_is_slope_times_distance_to_the_last_bit():
     q, p, encoding = torch.zeros(1, 4, 1024, 16, dtype=torch.bfloat16), torch.arange(1024), encoding_of("alibi")
-    for block in attention.query_blocks(attention.Heads(q, q, q), encoding, p, ContextChange()):
+    for block in query_blocks(q, q, encoding, p, ContextChange(), prepended=0):
         distance = p[list(block.queries), None] - p[list(block.near)]
         seen = distance >= 0
         for mask, slope in zip(block.mask[0], slopes(4), strict=True):
             assert (
                 torch.equal(-mask[seen].double(), slope * distance[seen].double()) and mask[~seen].eq(-math.inf).all()
             )
-    heads = attention.Heads(*q[:, :, :9].expand(3, -1, -1, -1, -1))
-    (block,) = attention.query_blocks(heads, encoding_of("rope"), p[:9], ContextChange(window=5))
+    (block,) = query_blocks(*[q[:, :, :9]] * 2, encoding_of("rope"), p[:9], ContextChange(window=5), prepended=0)
     assert block.mask.dtype == q.dtype  # without a bias attention stays in bfloat16
 
 

@@ -14,7 +14,7 @@ import torch
 from conf.errors import UserError
 from engine import checkpoint
 from engine.device import store_in_bfloat16
-from model import attention, gpt
+from model import attention, gpt, masks
 from model.attention import Cache, Heads, Where
 from model.pos.fox import ForgetBias, wide_linear
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
@@ -169,7 +169,7 @@ def test_attention_is_the_papers_formula(pos, base, change, grad, monkeypatch):
     knobs = ["pos.positions=4"] if pos == "cope" else [f"pos.base={'null' if base is None else base}"]
     model, tokens = model_with(pos, "model.n_kv_heads=2", *knobs), random_tokens(1, 10)
     if not grad:
-        monkeypatch.setattr(attention, "QUERY_BLOCK", 5)
+        monkeypatch.setattr(masks, "QUERY_BLOCK", 5)
 
     def seen(i: int) -> list[int]:
         return [j for j in range(i + 1) if change.window is None or i - j < change.window or j < change.always_visible]
@@ -327,7 +327,7 @@ def test_masks_are_made_for_a_block_of_queries_at_a_time(pos, monkeypatch):
         return plain(q, k, v, mask, scale)
 
     monkeypatch.setattr(attention, "attend_masked", recorded)
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(masks, "QUERY_BLOCK", 16)
     with torch.no_grad():
         model_with(pos)(random_tokens(1, 40))
     assert sizes == 2 * [(16, 16), (16, 32), (8, 40)]

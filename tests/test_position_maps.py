@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conf.errors import UserError
-from model import attention, gpt
+from model import gpt, masks
 from model.regions import Clipped
 from model.scaling import ContextChange, NotApplicable, TrainedContext, resolve
 from model.scaling.dual_chunk import Chunks
@@ -83,7 +83,7 @@ def dense(model: gpt.GPT, tokens: torch.Tensor, relative: torch.Tensor) -> torch
 @pytest.mark.parametrize("block", [7, 512])
 @pytest.mark.parametrize("position_map, relative", CASES, ids=lambda x: "" if isinstance(x, torch.Tensor) else str(x))
 def test_every_pair_has_the_published_relative_position(position_map, relative, block, monkeypatch):
-    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    monkeypatch.setattr(masks, "QUERY_BLOCK", block)
     model, tokens = model_of("rope"), random_tokens(1, T)
     got = attention_output(model, tokens, ContextChange(position_map=position_map))
     with torch.no_grad():

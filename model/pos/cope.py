@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from conf.errors import check
 from model import attention
-from model.attention import Heads, ScoreBias, Where, repeat_heads, sees
+from model.attention import Heads, Where, repeat_heads
+from model.masks import ScoreBias, sees
 from model.pos import Encoding, Shape
 from model.scaling import ContextChange
 

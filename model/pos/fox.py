@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import attention
-from model.attention import Heads, ScoreBias, Where
+from model.attention import Heads, Where
+from model.masks import ScoreBias
 from model.pos import Encoding, Shape
 from model.pos.rope import Rope
 
