@@ -17,7 +17,7 @@ BUDGETS = {
     "engine": 790,
     "kernels": 340,
     "model": 1400,
-    "measure": 1310,
+    "measure": 1272,
     "hf": 1270,
     "studies": 1500,
     "bench": 455,
