@@ -157,13 +157,6 @@ def test_names_move_as_little_as_possible():
     assert np.ptp(list(heights.values())) < 0.15
 
 
-def test_a_curve_on_top_of_another_leaves_both_visible():
-    curves = [curve_of("rope", label, {64: 3.0, 128: 3.1}) for label in ("none", "window", "ntk", "dynamic_ntk")]
-    fig = drawn(Losses().draw, curves, Path("x.png"), "title")
-    lines = [line for line in fig.axes[0].lines if line.get_marker() == "o"]
-    assert len({str(line._dash_pattern) for line in lines}) == len(lines) == 4
-
-
 def test_marks_at_nearby_lengths_do_not_overlap():
     curves = [curve_of(f"at{L}", "none", {64: 3.0, 8192: 3.1}, L=L) for L in (64, 96, 128)]
     fig = drawn(Losses().draw, curves, Path("x.png"), "title")
