@@ -277,9 +277,8 @@ def test_a_run_on_a_gpu_resumes_to_the_same_weights_and_can_be_sampled(
     assert compilations.call_count == (3 if compiled == "true" else 0)
     whole, halves = (checkpoint.load(Path("runs") / name)["model"] for name in ("whole", "halves"))
     assert all(torch.allclose(whole[name], halves[name], atol=1e-5) for name in whole)
-    monkeypatch.setattr(
-        "sys.argv", ["sample.py", "run=whole", "tokens=8", f"device={GPU}", "scaling=ntk", "prompt=def"]
-    )
+    argv = ["sample.py", "run=whole", "tokens=8", f"device={GPU}", "scaling=ntk", "prompt=def"]
+    monkeypatch.setattr("sys.argv", argv)
     sample_command()
     assert "tokens, " in capsys.readouterr().err
 

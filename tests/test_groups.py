@@ -174,9 +174,8 @@ def reference(found: Evaluation, folder: Path, short: np.ndarray, long: np.ndarr
     file = folder / "runs/tuned/eval/none-01234567.jsonl"
     by_length = curve.by_length()
     for n, losses in ((64, short), (128, long)):
-        row = dataclasses.replace(
-            by_length[n], run="tuned", longest_trained_ctx=long_ctx, nll=losses.sum(axis=2).ravel().tolist()
-        )
+        values = {"longest_trained_ctx": long_ctx, "nll": losses.sum(axis=2).ravel().tolist()}
+        row = dataclasses.replace(by_length[n], run="tuned", **values)
         add_rows(file, [row], losses.reshape(-1, losses.shape[-1]).astype(np.float32))
 
 

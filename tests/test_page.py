@@ -57,9 +57,8 @@ def test_seeds_are_one_curve():
 
 def test_the_page_of_the_study_has_the_numbers_of_its_tables():
     rows = read_rows(MATRIX[0])
-    curves = figures.curves_of(
-        [row for row in rows.rows if row.name == "rope" and row.label in ("none", "window", "yarn")]
-    )
+    of_rope = [row for row in rows.rows if row.name == "rope" and row.label in ("none", "window", "yarn")]
+    curves = figures.curves_of(of_rope)
     for n in (512, 2048, 8192):
         found, want = value(curves, "rope", "yarn", n), tables.gain(rows, "rope", "yarn", n)
         assert found[GAIN][:3] == pytest.approx((want.mean, *want.interval))
