@@ -539,6 +539,30 @@ def test_eval_measures_what_the_model_says(runs, capsys):
         assert row.bytes == pytest.approx(n_bytes, abs=36)  # a cut character decodes to a replacement
 
 
+@pytest.mark.parametrize("name", [name for name in choices("task") if "threshold" in yaml_values("task", name)])
+def test_the_accuracy_is_what_the_model_says(name, runs, capsys):
+    """Computed here text by text, of a model with a window."""
+    run_eval("run=rope", "ctx=[128]", f"task={name}", "documents=2", "dtype=float32")
+    out = capsys.readouterr().out
+    assert "accuracy of the answer in % [95 %]" in out and "n=128, by distance of the answer, tokens" in out
+    assert "effective context: the longest n up to which the accuracy is at least 80 %" in out
+    assert Path(f"runs/rope/eval/ctx128-{name}.png").read_bytes().startswith(b"\x89PNG")
+    run = Run.open("rope", runs="runs", cache=".cache")
+    task = built(name, run.corpus, 128, 2)
+    rows = {r.distance: r for r in curves_of("rope", task=task.label)["window"].rows}
+    assert list(rows) == [None, *task.distances(128)]
+    for piece in task.pieces(128):
+        logits = run.model(piece.tokens, change=ContextChange(window=64))[:, -piece.targets.shape[1] :]
+        right = (logits.argmax(-1) == piece.targets)[:, piece.scored].float()
+        r = rows[piece.distance]
+        assert r.hits == pytest.approx(right.mean(dim=1).tolist(), abs=1e-4)
+        nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), piece.targets, reduction="none")
+        assert r.loss == pytest.approx(nats[:, piece.scored].mean().item(), rel=1e-4)
+    parts = [rows[d] for d in task.distances(128)]
+    assert rows[None].hits == pytest.approx(np.mean([r.hits for r in parts], axis=0), abs=1e-4)
+    assert rows[None].tokens == sum(r.tokens for r in parts)
+
+
 def test_curves_are_reused_and_measured_again_when_asked(runs, monkeypatch):
     done, measure_length = [], Evaluation.measure_length
 
@@ -573,6 +597,8 @@ def test_the_newest_run_that_fits_is_evaluated_and_named(runs, capsys):
         (["run=absent", "ctx=128"], "run=absent: no trained run of that name in runs/: there are alibi, rope, learned"),
         (["ctx=128", "exp=quick"], "no trained run with exp=quick in runs/: first: python train.py"),
         (["run=rope", "ctx=1000000"], "ctx=1000000: the longest held-out document of this corpus allows"),
+        (["run=rope", "ctx=[64]", "task=recall"], r"ctx=\[64\]: must be at least 128 with task=recall"),
+        (["run=rope", "ctx=[128]", "task=recall", "by_position=true"], "by_position=True: must be false: a task with"),
     ]:
         with pytest.raises(UserError, match=message):
             run_eval(*settings)
@@ -597,9 +623,20 @@ def test_compare_lays_runs_over_each_other(runs, capsys, monkeypatch):
     for argv, message in (
         (["absent"], "absent: no such run in runs/"),
         (["rope", "--only", "yarn9"], "--only yarn9: no curve is labelled yarn9; there are "),
-        (["rope", "--task", "prefix"], "--task prefix: no curve of this task"),
+        (["rope", "--task", "sliding"], "--task sliding: no curve of this task"),
     ):
         assert message in error_of(compare.main, argv, monkeypatch)
+
+
+def test_compare_shows_the_accuracies_of_a_task(runs, capsys, monkeypatch):
+    run_eval("run=rope", "ctx=[64]", "documents=2", "task=prefix")
+    run_eval("run=rope", "ctx=[128]", "documents=2", "task=recall", "scaling=ntk")
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--task", "recall", "--threshold", "0.5", "--out", "acc.png"])
+    compare.main()
+    out = capsys.readouterr().out
+    assert "accuracy is at least 50 %" in out and "ntk" in out and "bits/byte" not in out
+    assert Path("runs/acc.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_labels_say_what_differs():

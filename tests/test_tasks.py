@@ -6,37 +6,22 @@ The general tests are of every task whose class says `accuracy`, so a new one ne
 import dataclasses
 import random
 import re
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-import compare
 from conf.errors import UserError
 from conf.registry import choices, load_kind, yaml_values
 from data.corpora import mqar, recall, tracking
 from data.corpus import HeldOut
-from engine.run import Run
 from measure import tasks
-from measure.curves import Curve, Row, read_curve
+from measure.curves import Curve, read_curve
 from measure.evaluation import losses_and_hits
 from measure.report import NO_LENGTH, Accuracy, effective_context
 from measure.tasks import Piece
 from measure.tasks.placed import NOTHING, PlacedAnswer
-from model.scaling import ContextChange
-from tests.helpers import (
-    ROOT,
-    Words,
-    any_task_corpus,
-    held_out,
-    held_out_text,
-    random_lines,
-    run_eval,
-    train_smoke_runs,
-)
+from tests.helpers import ROOT, Words, any_task_corpus, held_out, held_out_text, line_of, random_lines
 
 WITH_ANSWER = [
     name for name in choices("task") if load_kind("measure.tasks", yaml_values("task", name)["kind"], "build").accuracy
@@ -137,6 +122,14 @@ def test_a_tokenizer_without_letters_is_one_line_or_no_obstacle(name):
         assert all(len(text) == 301 for piece in built(name, corpus).pieces(300) for text in texts_of(piece))
     except UserError as error:
         assert re.search(f"task={name}.*letters that are one token each.*data.tokenizer=bpe", str(error))
+
+
+@pytest.mark.parametrize(
+    "knob, value, right",
+    [("threshold", 0.0, "above 0 and at most 1"), ("queries", 9, "from 1 to 8"), ("key", 0, "from 1")],
+)
+def test_wrong_knobs_are_one_line(knob, value, right):
+    assert f"task.{knob}={value}: must be {right}" in line_of(lambda: built("recall", **{knob: value}))
 
 
 def test_a_line_that_does_not_have_a_token_for_each_part_is_refused():
@@ -275,75 +268,3 @@ def test_curves_of_different_lengths_are_described_by_their_own(capsys):
     Accuracy(0.8).print_comparison([curve_of({128: none, 256: full}), curve_of({128: full, 512: full}, "long")])
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[-2:] == ["a none < 128 [< 128, < 128]", "long none >= 512 [>= 512, >= 512]"]
-
-
-# ---- a trained run ----
-
-
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory, cache) -> Path:
-    """A folder with runs/rope, trained for 20 steps."""
-    return train_smoke_runs(tmp_path_factory.mktemp("smoke"), cache, ("name=rope", "steps=20", "optim.lr=5e-3"))
-
-
-@pytest.fixture
-def runs(smoke, monkeypatch) -> Path:
-    monkeypatch.chdir(smoke)
-    monkeypatch.setattr(sys, "argv", ["test"])
-    return smoke
-
-
-def rows_of(task: str, label: str) -> list[Row]:
-    """The rows of this task and label on the disk."""
-    found = [read_curve(file) for file in Path("runs/rope/eval").glob(f"{label}-*.jsonl")]
-    (curve,) = [c for c in found if c.first.task.split()[0] == task]
-    return curve.rows
-
-
-@pytest.mark.parametrize("name", WITH_ANSWER)
-def test_a_run_is_evaluated_printed_and_drawn(name, runs, capsys):
-    """And the accuracy is what the model says, computed here text by text."""
-    run_eval("run=rope", "ctx=[128]", f"task={name}", "documents=2", "dtype=float32")
-    out = capsys.readouterr().out
-    assert "accuracy of the answer in % [95 %]" in out and "n=128, by distance of the answer, tokens" in out
-    assert "effective context: the longest n up to which the accuracy is at least 80 %" in out
-    assert Path(f"runs/rope/eval/ctx128-{name}.png").read_bytes().startswith(b"\x89PNG")
-    run = Run.open("rope", runs="runs", cache=".cache")
-    task = tasks.build(yaml_values("task", name), run.corpus, 128, 2)
-    rows = {r.distance: r for r in rows_of(name, "window")}
-    assert list(rows) == [None, *task.distances(128)]
-    for piece in task.pieces(128):
-        logits = run.model(piece.tokens, change=ContextChange(window=64))[:, -piece.targets.shape[1] :]
-        right = (logits.argmax(-1) == piece.targets)[:, piece.scored].float()
-        r = rows[piece.distance]
-        assert r.hits == pytest.approx(right.mean(dim=1).tolist(), abs=1e-4)
-        nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), piece.targets, reduction="none")
-        assert r.loss == pytest.approx(nats[:, piece.scored].mean().item(), rel=1e-4)
-    parts = [rows[d] for d in task.distances(128)]
-    assert rows[None].hits == pytest.approx(np.mean([r.hits for r in parts], axis=0), abs=1e-4)
-    assert rows[None].tokens == sum(r.tokens for r in parts)
-
-
-def test_compare_shows_the_accuracies_of_a_task(runs, capsys, monkeypatch):
-    run_eval("run=rope", "ctx=[64]", "documents=2", "task=prefix")
-    run_eval("run=rope", "ctx=[128]", "documents=2", "task=recall", "scaling=ntk")
-    capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["compare.py", "--task", "recall", "--threshold", "0.5", "--out", "acc.png"])
-    compare.main()
-    out = capsys.readouterr().out
-    assert "accuracy is at least 50 %" in out and "ntk" in out and "bits/byte" not in out
-    assert Path("runs/acc.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    "setting, message",
-    [
-        ("task.threshold=0", r"task\.threshold=0: must be above 0 and at most 1"),
-        ("task.queries=9", r"task\.queries=9: must be from 1 to 8"),
-        ("ctx=[64]", r"ctx=\[64\]: must be at least 128 with task=recall"),
-        ("by_position=true", "by_position=True: must be false: a task with an answer"),
-    ],
-)
-def test_wrong_settings_of_a_task_are_one_line(setting, message, runs):
-    with pytest.raises(UserError, match=message):
-        run_eval("run=rope", "ctx=[128]", "task=recall", "documents=2", setting)
