@@ -38,21 +38,10 @@ from measure.tasks.sliding import Sliding
 from model import spectrum
 from model.regions import Clipped
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext
-from tests.helpers import (
-    ROOT,
-    StubModel,
-    any_task_corpus,
-    error_of,
-    eval_settings,
-    held_out,
-    model_of,
-    random_tokens,
-    run_eval,
-    stub_evaluation,
-    train_smoke_runs,
-)
+from tests import helpers
+from tests.helpers import StubModel, any_task_corpus, eval_settings, held_out, run_eval, stub_evaluation
 
-A_CURVE = ROOT / "tests" / "data" / "curve.jsonl"  # of two rows
+A_CURVE = helpers.ROOT / "tests" / "data" / "curve.jsonl"  # of two rows
 OWN = spectrum.frequencies(16, 10000.0)  # of model_of("rope")
 
 
@@ -324,9 +313,7 @@ def test_gains_are_of_the_windows_that_both_rows_have():
         ({"hits": [1.0, 0.0]}, {}, False),
     ],
 )
-def test_the_better_control_is_the_one_with_the_lower_loss_on_common_windows(
-    of_window, of_truncation, truncated_is_better
-):
+def test_the_better_control_has_the_lower_loss_on_common_windows(of_window, of_truncation, truncated_is_better):
     window = row([30.0, 30.0], (7,), n=8192, window=64, longest_trained_ctx=64, label="window")
     truncated = row([90.0, 20.0, 90.0, 20.0], (0, 7), n=64, window=None)
     window, truncated = dataclasses.replace(window, **of_window), dataclasses.replace(truncated, **of_truncation)
@@ -424,7 +411,7 @@ def test_two_changes_have_the_same_effect_where_the_logits_are_equal(a, b, n, eq
     changes = [ContextChange(**a), ContextChange(**b)]
     first, second = (change.effect(n, TrainedContext("rope", 64, OWN)) for change in changes)
     assert (first == second) == equal
-    model, tokens = model_of("rope"), random_tokens(1, n)
+    model, tokens = helpers.model_of("rope"), helpers.random_tokens(1, n)
     with torch.no_grad():
         assert torch.allclose(*(model(tokens, change=change) for change in changes), atol=1e-12, rtol=0) == equal
 
@@ -486,7 +473,7 @@ def trained(tmp_path_factory, cache):
     """Three smoke runs: rope (trained long enough to beat a unigram model), alibi and learned."""
     rope = ("pos=rope", "name=rope", "steps=60", "optim.lr=5e-3", "optim.warmup=5")
     others = [(f"pos={pos}", f"name={pos}", "steps=2") for pos in ("learned", "alibi")]
-    return train_smoke_runs(tmp_path_factory.mktemp("trained"), cache, others[0], rope, others[1])
+    return helpers.train_smoke_runs(tmp_path_factory.mktemp("trained"), cache, others[0], rope, others[1])
 
 
 FEW = ("documents=3", "task.windows=2")
@@ -625,7 +612,7 @@ def test_compare_lays_runs_over_each_other(runs, capsys, monkeypatch):
         (["rope", "--only", "yarn9"], "--only yarn9: no curve is labelled yarn9; there are "),
         (["rope", "--task", "sliding"], "--task sliding: no curve of this task"),
     ):
-        assert message in error_of(compare.main, argv, monkeypatch)
+        assert message in helpers.error_of(compare.main, argv, monkeypatch)
 
 
 def test_compare_shows_the_accuracies_of_a_task(runs, capsys, monkeypatch):

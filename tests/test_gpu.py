@@ -20,16 +20,8 @@ from model import attention, gpt
 from model.attention import Cache
 from model.scaling import NO_CHANGE, ContextChange, resolve
 from sample import main as sample_command, sample
-from tests.helpers import (
-    SMALL,
-    choices,
-    compile_for,
-    more_positions,
-    random_tokens,
-    run_train,
-    scaling_knobs,
-    train_settings,
-)
+from tests import helpers
+from tests.helpers import SMALL, choices, compile_for, more_positions, random_tokens, train_settings
 
 CHANGES = ["none", "window", "yarn", "rerope"]
 
@@ -38,7 +30,7 @@ def change_of(name: str, model: gpt.GPT, settings, n: int = 48) -> ContextChange
     """The change of a scaling method at n tokens; skips where it does not apply to the model's encoding."""
     context = gpt.trained_context(settings, model.pos)
     try:
-        return resolve(scaling_knobs(name, 8), context, n, n)
+        return resolve(helpers.scaling_knobs(name, 8), context, n, n)
     except UserError as e:
         pytest.skip(str(e))
 
@@ -250,9 +242,7 @@ def test_gradients_in_bfloat16_are_those_of_float32_to_rounding(pos, kernel_by_d
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", ["false", "true"])
-def test_a_run_on_a_gpu_resumes_to_the_same_weights_and_can_be_sampled(
-    compiled, here, monkeypatch, capsys, kernel_by_device
-):
+def test_a_run_on_a_gpu_resumes_and_can_be_sampled(compiled, here, monkeypatch, capsys, kernel_by_device):
     """Interrupted after the checkpoint of step 15 of 20. With compile=true, compiled from step 10 on."""
     monkeypatch.setattr(attention, "attend_blocks", attention.attend_blocks)  # which compile_blocks replaces
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=COMPILER))
@@ -261,7 +251,7 @@ def test_a_run_on_a_gpu_resumes_to_the_same_weights_and_can_be_sampled(
     monkeypatch.setattr(train, "compile_blocks", compilations)
     monkeypatch.setattr(train.Training, "step", lambda training, bar: steps() or step(training, bar))
     settings = ("steps=20", "save_every=15", f"device={GPU}", "dtype=float32", f"compile={compiled}")
-    run_train(*settings, "name=whole")
+    helpers.run_train(*settings, "name=whole")
     saved, plain = [], train.checkpoint.save
 
     def stop_at_15(folder, values, *rest, **options):
@@ -271,8 +261,8 @@ def test_a_run_on_a_gpu_resumes_to_the_same_weights_and_can_be_sampled(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(train.checkpoint, "save", stop_at_15)
-        run_train(*settings, "name=halves")
-    run_train(*settings, "name=halves")
+        helpers.run_train(*settings, "name=halves")
+    helpers.run_train(*settings, "name=halves")
     assert saved == [15] and steps.call_count == 20 + 15 + 5
     assert compilations.call_count == (3 if compiled == "true" else 0)
     whole, halves = (checkpoint.load(Path("runs") / name)["model"] for name in ("whole", "halves"))

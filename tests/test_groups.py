@@ -11,16 +11,8 @@ import torch
 from conf.errors import UserError
 from conf.registry import yaml_values
 from data.held_out import NGRAM, find_copies
-from measure.breakdowns import (
-    Breakdowns,
-    Groups,
-    antecedent_groups,
-    antecedents,
-    group_rows,
-    key_token_groups,
-    ratio,
-    target_losses,
-)
+from measure import breakdowns
+from measure.breakdowns import Breakdowns, Groups, antecedent_groups, antecedents, group_rows
 from measure.curves import Curve, add_rows, controls
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
 from measure.intervals import bootstrap, gain
@@ -159,9 +151,9 @@ def test_far_lengths_use_the_groups_of_their_windows(tmp_path):
 
 def test_ratio_weights_documents_by_their_targets():
     sums, counts = np.array([2.0, 12.0, 0.0]), np.array([1, 4, 0])
-    assert ratio(sums, counts) == (14 / 5, 2.0, 3.0)  # a draw has document 0 or 1 alone, or both
-    assert ratio(sums, np.zeros(3, dtype=int)) == (None, None, None)
-    assert ratio(4 * sums, np.full(3, 4)) == pytest.approx((sums.mean(), *bootstrap(sums)))
+    assert breakdowns.ratio(sums, counts) == (14 / 5, 2.0, 3.0)  # a draw has document 0 or 1 alone, or both
+    assert breakdowns.ratio(sums, np.zeros(3, dtype=int)) == (None, None, None)
+    assert breakdowns.ratio(4 * sums, np.full(3, 4)) == pytest.approx((sums.mean(), *bootstrap(sums)))
 
 
 # ---- key tokens ----
@@ -186,7 +178,7 @@ def test_key_tokens_are_those_for_which_the_reference_needs_its_context(tmp_path
     short, long = np.full((3, 2, 64), 3.0), np.full((3, 2, 64), 1.5)
     short[1, 1, :7], long[1, 1, :7] = (4.0, 4.0, 5.0, 3.5, 2.0, 9.0, 0.5), (1.9, 2.1, 2.5, 1.9, 0.1, 0.5, 9.0)
     reference(found, tmp_path, short, long)
-    groups = key_token_groups(found, "tuned", str(tmp_path / "runs"))
+    groups = breakdowns.key_token_groups(found, "tuned", str(tmp_path / "runs"))
     assert groups.names == ["others", "key"] and groups.group.sum() == 2
     assert groups.group[1, 1, :7].tolist() == [1, 0, 0, 0, 0, 1, 0]
 
@@ -215,11 +207,11 @@ def test_what_has_no_groups_is_refused(settings, longest_of_tuned, message, tmp_
 def test_targets_without_losses_are_one_line(tmp_path):
     found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *SETTINGS)
     row, file = curves_of(found)["none"].rows[0], found.curve_file(NONE)
-    assert target_losses(file, row).sum(axis=2).ravel() == pytest.approx(np.array(row.nll), abs=1e-3)
+    assert breakdowns.target_losses(file, row).sum(axis=2).ravel() == pytest.approx(np.array(row.nll), abs=1e-3)
     for path in file.parent.rglob("*.np*"):
         path.unlink()
     with pytest.raises(UserError, match="no losses of single targets: evaluate again with fresh=true"):
-        target_losses(file, row)
+        breakdowns.target_losses(file, row)
 
 
 # ---- what eval.py prints and writes ----
@@ -231,11 +223,11 @@ def test_breakdowns_are_printed_and_written(tmp_path, monkeypatch, capsys):
     found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *SETTINGS)
     reference(found, tmp_path, np.full((3, 2, 64), 5.0), np.ones((3, 2, 64)))
     asked = ("by_antecedent=true", "key_tokens=tuned", "by_position=true", f"runs={tmp_path}/runs")
-    breakdowns = Breakdowns(found, [NONE, WINDOW, pi], pi, eval_settings(*SETTINGS, *asked))
+    wanted_of_pi = Breakdowns(found, [NONE, WINDOW, pi], pi, eval_settings(*SETTINGS, *asked))
     curves = curves_of(found, pi)
     with found.running([]):
-        breakdowns.measure()
-    breakdowns.show(curves)
+        wanted_of_pi.measure()
+    wanted_of_pi.show(curves)
     files = [list(tmp_path.glob(f"runs/stub/eval/groups/{title}-pi-*-ctx256-{found.texts}.jsonl")) for title in wanted]
     of_groups = [[json.loads(line) for line in file.read_text().splitlines()] for (file,) in files]
     positions, out = of_groups.pop(), capsys.readouterr().out

@@ -21,13 +21,12 @@ LOSSES = {64: 3.0, 128: 3.4, 256: 3.9}
 
 def curves_of_runs() -> list[Curve]:
     """rope with seeds 0 and 1, and alibi, each with two controls and ntk."""
-    return [
-        curve_of(
-            run, label, {n: loss + 0.1 * (label == "window") - 0.05 * k for n, loss in LOSSES.items()}, pos, seed=k
-        )
-        for k, (run, pos) in enumerate([("rope-s0", "rope"), ("rope-s1", "rope"), ("alibi", "alibi")])
-        for label in ("none", "window", "ntk")
-    ]
+    curves = []
+    for k, (run, pos) in enumerate([("rope-s0", "rope"), ("rope-s1", "rope"), ("alibi", "alibi")]):
+        for label in ("none", "window", "ntk"):
+            losses = {n: loss + 0.1 * (label == "window") - 0.05 * k for n, loss in LOSSES.items()}
+            curves.append(curve_of(run, label, losses, pos, seed=k))
+    return curves
 
 
 def value(curves: list[Curve], run: str, label: str, n: int) -> dict[str, Value]:

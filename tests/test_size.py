@@ -21,8 +21,8 @@ BUDGETS = {
     "hf": 1270,
     "studies": 1500,
     "bench": 455,
-    "product": 8500,
-    "tests": 8500,
+    "product": 8380,
+    "tests": 8136,
 }
 AIMS = BUDGETS | {
     **{"conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100},
