@@ -18,7 +18,7 @@ from measure.breakdowns import Breakdowns
 from measure.curves import align, read_curves, select
 from measure.evaluation import NONE, WINDOW, Evaluation, Method, requested_method
 from measure.report import Accuracy, Losses
-from measure.wandb_curves import log_curves
+from measure.wandb_curves import log_curve
 from model import spectrum
 
 
@@ -64,9 +64,9 @@ def evaluate(cfg: EvalConfig) -> None:
     selected = select(read_curves(folder.glob("*.jsonl")), evaluation.texts, evaluation.target_keys)
     title = f"{run.name}: pos={run.context.pos}, trained at {run.context.train_ctx} tokens, task={task.label}"
     report.draw(selected, figure, title)
-    new = [method for method in methods if missing[method.label]]
-    if new:
-        log_curves(cfg.project, evaluation, new, curves, figure)
+    for method in methods:
+        if missing[method.label]:
+            log_curve(cfg.project, evaluation, method, curves, figure)
     print(f"\nrows: {folder}/*.jsonl   picture: {figure}   with other runs: python compare.py")
 
 

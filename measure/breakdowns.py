@@ -26,7 +26,7 @@ from conf.schema import EvalConfig
 from data.held_out import ngram_hashes
 from measure.curves import Curve, Row, controls, losses_file, read_curve, write_jsonl
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
-from measure.intervals import bootstrap, interval_text
+from measure.intervals import interval_text, mean_interval
 from measure.report import print_table
 from measure.tasks.matched import NEAR, Matched
 from measure.tasks.prefix import Prefix
@@ -213,7 +213,7 @@ def print_groups(rows: Iterable[dict[str, Any]], title: str) -> None:
         if r["targets"]:
             cells.setdefault("control", f"{r['control']:.3f}")
             cells[r["n"]] = interval_text(r["gain"], r["low"], r["high"])
-    print_table(["share", "control", *dict.fromkeys(r["n"] for r in rows)], lines)
+    print_table(lines)
 
 
 # ---- the loss by position ----
@@ -229,8 +229,8 @@ def position_rows(nats: np.ndarray) -> list[dict]:
     rows = []
     for start, end in itertools.pairwise(edges):
         per_document = nats[:, start:end].mean(axis=1)
-        low, high = bootstrap(per_document)
-        rows.append({"from": start, "to": end - 1, "loss": float(per_document.mean()), "low": low, "high": high})
+        mean, low, high = mean_interval(per_document[None])
+        rows.append({"from": start, "to": end - 1, "loss": mean, "low": low, "high": high})
     return rows
 
 
@@ -241,4 +241,4 @@ def print_positions(rows: Sequence[dict[str, Any]], L: int) -> None:
     for row in rows:
         bucket = f"{row['from']}-{row['to']}" + (", past L" if row["from"] >= L else "")
         lines.setdefault(bucket, {})[row["label"]] = f"{row['loss']:.3f}"
-    print_table(list(dict.fromkeys(row["label"] for row in rows)), lines)
+    print_table(lines)

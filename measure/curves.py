@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -178,7 +178,7 @@ def select_shared(curves: Sequence[Curve], texts: str) -> list[Curve]:
     return select(curves, texts, {n: key for (n, key), _ in reversed(count.most_common())})
 
 
-def align(curves: Iterable[Curve]) -> list[Curve]:
+def align(curves: Collection[Curve]) -> list[Curve]:
     """The curves with losses that can be compared between lengths, although long ones score fewer windows.
 
     aligned(n) = loss_L(all windows) + mean over common windows of (loss_n - loss_L)
@@ -189,7 +189,7 @@ def align(curves: Iterable[Curve]) -> list[Curve]:
 
     A row with all windows is unchanged, and so are those of a run without such a reference.
     """
-    curves, references = list(curves), {}
+    references = {}
     for c in curves:
         if c.label == "none" and (inside := [row for row in c.rows if row.n <= c.first.longest_trained_ctx]):
             references[c.run] = max(inside, key=lambda row: (len(row.scored_windows), row.n))
@@ -205,13 +205,12 @@ def _aligned(row: Row, reference: Row) -> Row:
     return replace(row, loss=loss, low=low, high=high, ppl=math.exp(min(loss, 700)), bits_per_byte=bits_per_byte)
 
 
-def controls(curves: Iterable[Curve]) -> dict[str, dict[int, Row]]:
+def controls(curves: Collection[Curve]) -> dict[str, dict[int, Row]]:
     """run -> n -> the row of the better control at this length, the bar that a method has to beat.
 
     The two controls give the model as many tokens as it was trained on: `window` limits the attention of each query,
     truncation the text. Truncation is no scaling at the longest trained length, on the same targets.
     """
-    curves = list(curves)
     nones = {c.run: c.by_length() for c in curves if c.label == "none"}
     windows = [c for c in curves if c.label == "window"]
     return {c.run: {row.n: better_controls([row], nones)[0] for row in c.overall} for c in windows}

@@ -92,6 +92,9 @@ class Evaluation:
         identity = hashlib.sha256(task.identity().encode())
         self.texts = identity.hexdigest()[:12]
         self.target_keys = {n: self._key(identity.copy(), n) for n in self.lengths}
+        # Of every row, and of the config of a wandb run
+        self.facts: dict[str, Any] = {"task": task.label, "texts": self.texts, "documents": len(task.names)}
+        self.facts |= {"ctx": self.ctx, "weights": run.digest[:12], "step": run.step}
         self.dtype_name = "bfloat16" if devices.uses_bfloat16(device, cfg.dtype) else "float32"
         self.stop, self.bar = StopSignal(), progress_bar(0, "", hidden=True)
         # The same on all ranks, which split the windows alike
@@ -140,8 +143,7 @@ class Evaluation:
 
         work: the methods and lengths that will be measured.
         """
-        all_changes = [(n, m == NONE, self.change(m, n)) for m, n in work]
-        changes = [(n, change) for n, none, change in all_changes if none or not self.changes_nothing(change, n)]
+        changes = [(n, self.change(m, n)) for m, n in work if m == NONE or not self.changes_nothing(m, n)]
         flops = sum(self.flops(p.tokens, p.targets, change) for n, change in changes for p in self.task.pieces(n))
         self.bar = progress_bar(flops, "{elapsed}, {remaining} left", hidden=not flops)
         with closing(self.bar), StopSignal() as self.stop, torch.inference_mode():
@@ -208,7 +210,7 @@ class Evaluation:
         """
         began, change = time.monotonic(), self.change(method, n)
         self.bar.set_postfix_str(f"{method.label}, n={n}", refresh=False)
-        if method != NONE and self.changes_nothing(change, n):
+        if method != NONE and self.changes_nothing(method, n):
             rows = self.measured_rows(NONE).get(n, [])
             if not distributed.any_rank(not rows):  # all ranks measure, or none does
                 own = {"label": method.label, "scaling": method.scalings, "factor": change.factor, "seconds": 0.0}
@@ -225,9 +227,9 @@ class Evaluation:
     def change(self, method: Method, n: int) -> ContextChange:
         return self.run.change(method.scalings, n, self.ctx)
 
-    def changes_nothing(self, change: ContextChange, n: int) -> bool:
+    def changes_nothing(self, method: Method, n: int) -> bool:
         """Whether the model computes the same as without scaling at length n, as most methods do up to L."""
-        return len({c.effect(n, self.run.context) for c in (change, self.change(NONE, n))}) == 1
+        return len({self.change(m, n).effect(n, self.run.context) for m in (method, NONE)}) == 1
 
     def row(self, method: Method, n: int, change: ContextChange, measured: Measured, distance: int | None) -> Row:
         """The row of one method at length n, from the pieces (of one distance, or all of them) and their losses."""
@@ -240,12 +242,11 @@ class Evaluation:
         bits_per_byte = float(loss * nats.size / math.log(2) / n_bytes)
         low, high = bootstrap(nats.reshape(len(task.names), -1).mean(axis=1))
 
-        row: dict[str, Any] = {"run": run.name, "pos": context.pos, "step": run.step, "seed": run.cfg.seed}
-        row |= {key: getattr(context, key) for key in ("train_ctx", "longest_trained_ctx")}
+        row: dict[str, Any] = self.facts | {"run": run.name, "seed": run.cfg.seed, "targets": self.target_keys[n]}
+        row |= {key: getattr(context, key) for key in ("pos", "train_ctx", "longest_trained_ctx")}
         row |= {key: getattr(change, key) for key in ("factor", "window", "attention_factor")}
         row |= {"label": method.label, "scaling": method.scalings, "n": n, "distance": distance, "seconds": 0.0}
         row |= {"loss": float(loss), "low": low, "high": high, "ppl": math.exp(min(loss, 700))}
         row |= {"bits_per_byte": bits_per_byte, "nll": nll, "hits": hits}
-        row |= {"tokens": nats.size, "bytes": n_bytes, "documents": len(task.names), "ctx": self.ctx}
-        row |= {"task": task.label, "texts": self.texts, "targets": self.target_keys[n], "weights": run.digest[:12]}
-        return Row(**row, dtype=self.dtype_name, device=self.device.type, scored_windows=task.windows(n))
+        row |= {"tokens": nats.size, "bytes": n_bytes, "scored_windows": task.windows(n)}
+        return Row(**row, dtype=self.dtype_name, device=self.device.type)

@@ -90,19 +90,14 @@ def save(fig: Any, path: Path, *suffixes: str) -> None:
 
 # ---- curves against context length ----
 
+Values = Callable[[Curve], np.ndarray]  # [3, lengths]: the line of a curve, the lower and the upper end of its band
+
 
 def draw_curves(
-    curves: Sequence[Curve],
-    values: Callable[[Curve], np.ndarray],
-    path: Path,
-    title: str,
-    ylabel: str,
-    levels: Sequence[float] = (),
-    nats: float = 0.0,
-) -> None:
-    """Draw each curve as a line with a band, and mark the trained contexts.
+    curves: Sequence[Curve], values: Values, title: str, ylabel: str, levels: Sequence[float] = (), nats: float = 0.0
+) -> Any:
+    """A figure with each curve as a line with a band, and marks at the trained contexts. levels: of dotted lines.
 
-    values: of a curve, [3, lengths]: the line and the lower and upper end of its band. levels: of dotted lines.
     nats: per token for each bit per byte, if that is the unit; then a second axis shows perplexities.
     """
     fig, ax = pyplot().subplots(figsize=(9, 5.2))
@@ -126,7 +121,7 @@ def draw_curves(
     lengths_axis(ax, sorted({row.n for c in curves for row in c.overall}))
     ax.set(title=title, xlabel="context length n, tokens", ylabel=ylabel)
     end_labels(ax, ends)
-    save(fig, path)
+    return fig
 
 
 def curve_style(curve: Curve, curves: Sequence[Curve]) -> tuple[dict[str, Any], str]:

@@ -13,14 +13,16 @@ import numpy as np
 
 from measure import plots
 from measure.curves import Curve, Row, controls
-from measure.intervals import bootstrap, difference, gain, interval_text
+from measure.intervals import difference, gain, interval_text, mean_interval
 
 MARK = ""  # head of the column that has a t where the better control is truncation
 NO_LENGTH = 0  # the effective context of a method that is below the threshold at the shortest length
 
 
-def print_table(heads: Sequence[str | int], lines: dict[str, dict[Any, str]]) -> None:
-    """A line for each name, with its cells by their heads, empty where it has none."""
+def print_table(lines: dict[str, dict[Any, str]]) -> None:
+    """A line for each name, with its cells by their heads: texts in their order, then numbers in theirs."""
+    found = dict.fromkeys(head for cells in lines.values() for head in cells)
+    heads = sorted(found, key=lambda head: head if isinstance(head, int) else 0)
     rows = [["", *map(str, heads)], *([name, *(cells.get(h, "") for h in heads)] for name, cells in lines.items())]
     first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     for name, *cells in rows:
@@ -46,15 +48,14 @@ class Losses:
         (control_rows,) = controls([none, window]).values()  # of one run
         lines = {}
         for i, row in enumerate(requested.rows):
-            cells = {"n/L": f"{row.n / L:.2g}", "factor": f"{row.factor:.3g}", "bits/byte": f"{row.bits_per_byte:.3f}"}
+            bar, cells = control_rows[row.n], {"n/L": f"{row.n / L:.2g}"}
             cells |= {c.label[:16]: f"{c.rows[i].ppl:.2f}" for c in (none, window, requested)}
-            bar = control_rows[row.n]
+            cells |= {"bits/byte": f"{row.bits_per_byte:.3f}", "factor": f"{row.factor:.3g}"}
             cells |= {"gain [95 %]": interval_text(*gain(row, bar)), MARK: "t" * (bar.label != "window")}
             lines[f"{row.n:>6}"] = cells
         name = requested.label[:16]
         print(f"\nperplexity at n tokens; bits/byte, factor and gain (nats/token, over the better control) of {name}")
-        labels = dict.fromkeys(("none", "window", name))
-        print_table(["n/L", *labels, "bits/byte", "factor", "gain [95 %]", MARK], lines)
+        print_table(lines)
         if any(bar.label != "window" for bar in control_rows.values()):
             print(f"t: the better control is truncation: only the last {longest} tokens are given")
         if len({len(row.scored_windows) for row in none.rows}) > 1:
@@ -86,14 +87,14 @@ class Losses:
 
     def print_comparison(self, shown: Sequence[Curve]) -> None:
         """Print bits per byte of curves on the same targets: a line for each curve, a column for each length."""
-        first, ns = shown[0].first, sorted({row.n for c in shown for row in c.rows})
+        first = shown[0].first
         scored = f"the tokens that task={first.task} scores in {first.documents} held-out documents"
         print(f"bits/byte of {scored}, given n tokens")
         lines = {}
         for c in shown:
             cells = {row.n: f"{row.bits_per_byte:.3f}" for row in c.rows}
-            lines[f"{c.run}  {c.label}"] = cells | {"L": str(c.first.train_ctx)}
-        print_table(["L", *ns], lines)
+            lines[f"{c.run}  {c.label}"] = {"L": str(c.first.train_ctx)} | cells
+        print_table(lines)
 
     def print_gains(self, shown: Sequence[Curve], curves: Sequence[Curve]) -> None:
         """Print the gain of each curve over its run's better control for n > L.
@@ -106,7 +107,7 @@ class Losses:
             pairs = [(row, of_run[row.n]) for row in c.rows if row.n > L and row.n in of_run]
             lines[f"{c.run}  {c.label}"] = {row.n: interval_text(*gain(row, bar)) for row, bar in pairs}
         print("gain over the better control (window, truncation), nats/token [95 %]")
-        print_table(sorted({n for cells in lines.values() for n in cells}), lines)
+        print_table(lines)
 
     def draw(self, shown: Sequence[Curve], path: Path, title: str, curves: Sequence[Curve] = ()) -> None:
         """Bits per byte and perplexity against context length. curves: with the controls of the runs, if not shown.
@@ -125,7 +126,8 @@ class Losses:
 
         nats = math.log(2) * shown[0].first.bytes / shown[0].first.tokens
         title += "\nbands: 95 % of the difference from the better control"
-        plots.draw_curves(shown, bits, path, title, "bits per byte (same targets at every n)", nats=nats)
+        fig = plots.draw_curves(shown, bits, title, "bits per byte (same targets at every n)", nats=nats)
+        plots.save(fig, path)
 
 
 class Accuracy:
@@ -145,13 +147,11 @@ class Accuracy:
         ns, L = sorted({row.n for c in shown for row in c.overall}), shown[0].first.train_ctx
         by_chance = f"chance {100 * self.chance:.0f} %, " if self.chance else ""
         print(f"\naccuracy of the answer in % [95 %], all distances together, at n tokens; {by_chance}L = {L}")
-        cells = {name: {x.n: interval_text(*in_percent(x), ".0f") for x in c.overall} for name, c in named.items()}
-        print_table(ns, cells)
+        print_table({name: {x.n: interval_text(*in_percent(x), ".0f") for x in c.overall} for name, c in named.items()})
         for n in [n for n in ns if n > L] or ns[-1:]:
             print(f"\nn={n}, by distance of the answer, tokens")
             rows = {name: {x.distance: x for x in c.rows if x.n == n and x.distance} for name, c in named.items()}
-            cells = {name: {d: f"{in_percent(x)[0]:.0f}" for d, x in at.items()} for name, at in rows.items()}
-            print_table(sorted({d for at in rows.values() for d in at}), cells)
+            print_table({name: {d: f"{in_percent(x)[0]:.0f}" for d, x in at.items()} for name, at in rows.items()})
         solved = f"the accuracy is at least {100 * self.threshold:g} % at every length"
         print(f"\neffective context: the longest n up to which {solved}")
         for name, c in named.items():
@@ -161,20 +161,19 @@ class Accuracy:
 
     def draw(self, shown: Sequence[Curve], path: Path, title: str, curves: Sequence[Curve] = ()) -> None:
         """Accuracy against context length, with 95 % bands."""
+
+        def percentages(curve: Curve) -> np.ndarray:
+            return np.array([in_percent(row) for row in curve.overall]).T
+
         levels = [100 * y for y in (self.threshold, self.chance) if y]
         title += "\nbands: 95 %; dotted: threshold of the effective context" + (" and chance" if self.chance else "")
-        plots.draw_curves(shown, percentages, path, title, "accuracy of the answer, %", levels)
+        plots.save(plots.draw_curves(shown, percentages, title, "accuracy of the answer, %", levels), path)
 
 
 def in_percent(row: Row) -> tuple[float, float, float]:
     """(mean, low, high) of the accuracy."""
-    low, high = bootstrap(np.array(row.hits))
-    return 100 * float(np.mean(row.hits)), 100 * low, 100 * high
-
-
-def percentages(curve: Curve) -> np.ndarray:
-    """[3, lengths]: `in_percent` at each length."""
-    return np.array([in_percent(row) for row in curve.overall]).T
+    mean, low, high = mean_interval(np.array([row.hits]))
+    return 100 * mean, 100 * low, 100 * high
 
 
 def describe_context(n: int, ns: Sequence[int]) -> str:

@@ -7,7 +7,6 @@ runs table.
 import hashlib
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from engine.run import Run
 from engine.wandb_log import Log, new_id, run_config, weights_artifact
 from measure.curves import Curve, Row, controls
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
-from measure.intervals import bootstrap, difference, gain
+from measure.intervals import difference, gain, mean_interval
 from measure.report import effective_context
 from measure.tasks import Task
 
@@ -26,45 +25,44 @@ NOT_IN_TABLE = ("nll", "scored_windows", "hits", "scaling")  # fields of a Row
 LOG2 = "eval/log2_n_over_L"  # the x axis: 0 at the trained context L, 1 at twice of it
 
 
-def log_curves(
-    project: str, evaluation: Evaluation, methods: Sequence[Method], curves: dict[str, Curve], figure: Path
-) -> None:
-    """Log the curves of these methods, a wandb run each. curves: label -> curve, also none and window."""
-    for method in methods:
-        with open_log(project, "eval", evaluation, method) as log:
-            log(lambda wandb, run, method=method: log_curve(wandb, run, evaluation, method, curves, figure))
+def log_curve(project: str, evaluation: Evaluation, method: Method, curves: dict[str, Curve], figure: Path) -> None:
+    """Log a curve: its points, rows and picture, the columns of the runs table, and the weights that it belongs to.
 
-
-def log_curve(
-    wandb: Any, run: Any, evaluation: Evaluation, method: Method, curves: dict[str, Curve], figure: Path
-) -> None:
-    """Log a curve: its points, rows and picture, the columns of the runs table, and the weights that it belongs to."""
-    curve, none = curves[method.label], curves[NONE.label].by_length()
+    curves: label -> curve, also none and window.
+    """
+    curve, none, trained = curves[method.label], curves[NONE.label].by_length(), evaluation.run
     (bars,) = controls(curves.values()).values()  # of one run: n -> the row of the better control
-    run.define_metric(LOG2, hidden=True)
-    run.define_metric("eval/*", step_metric=LOG2)
-    for end in ("low", "high"):  # drawn around their values, not in panels of their own
-        for key in ("loss", "gain", "accuracy"):
-            run.define_metric(f"eval/{key}_{end}", step_metric=LOG2, hidden=True)
-    for row in curve.overall:
-        run.log(point(row, bars[row.n]), step=row.n)
-    cells = table(curve, bars)
-    shown = {"rows": wandb.Table(list(cells[0]), [list(x.values()) for x in cells]), "figure": wandb.Image(str(figure))}
-    run.log({f"eval/{key}": value for key, value in shown.items()}, step=curve.overall[-1].n)
-    run.summary.update(summary(curve, none, bars, evaluation.task) | {"n_parameters": n_parameters(evaluation.run)})
-    trained = evaluation.run
-    weights = weights_artifact(wandb, trained.name, trained.digest, run_config(trained.name, trained.cfg))
-    # What run.use_artifact does, but also offline, and without waiting for the upload without a limit
-    run._log_artifact(weights, is_user_created=True, use_after_commit=True)
-    rows = wandb.Artifact(f"rows-{run.id}", type="rows")
-    rows.add_file(str(evaluation.curve_file(method)))
-    run.log_artifact(rows)
+
+    def log_all(wandb: Any, run: Any) -> None:
+        run.define_metric(LOG2, hidden=True)
+        run.define_metric("eval/*", step_metric=LOG2)
+        for end in ("low", "high"):  # drawn around their values, not in panels of their own
+            for key in ("loss", "gain", "accuracy"):
+                run.define_metric(f"eval/{key}_{end}", step_metric=LOG2, hidden=True)
+        for row in curve.overall:
+            run.log(point(row, bars[row.n]), step=row.n)
+        shown = {"eval/rows": as_table(wandb, cells_of(curve, bars)), "eval/figure": wandb.Image(str(figure))}
+        run.log(shown, step=curve.overall[-1].n)
+        run.summary.update(summary(curve, none, bars, evaluation.task) | {"n_parameters": n_parameters(trained)})
+        weights = weights_artifact(wandb, trained.name, trained.digest, run_config(trained.name, trained.cfg))
+        # What run.use_artifact does, but also offline, and without waiting for the upload without a limit
+        run._log_artifact(weights, is_user_created=True, use_after_commit=True)
+        rows = wandb.Artifact(f"rows-{run.id}", type="rows")
+        rows.add_file(str(evaluation.curve_file(method)))
+        run.log_artifact(rows)
+
+    with open_log(project, "eval", evaluation, method) as log:
+        log(log_all)
 
 
 def log_table(project: str, evaluation: Evaluation, method: Method, title: str, rows: list[dict[str, Any]]) -> None:
     """Log the gains of a method by groups of targets: a wandb run with a table. title: of the groups."""
     with open_log(project, title, evaluation, method, by=title) as log:
-        log(lambda wandb, run: run.log({f"{title}/gains": wandb.Table(list(rows[0]), [[*x.values()] for x in rows])}))
+        log(lambda wandb, run: run.log({f"{title}/gains": as_table(wandb, rows)}))
+
+
+def as_table(wandb: Any, rows: list[dict[str, Any]]) -> Any:
+    return wandb.Table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 # ---- what tells measurements apart ----
@@ -84,19 +82,9 @@ def curve_config(evaluation: Evaluation, method: Method) -> dict[str, Any]:
     device and dtype are those of the evaluation.
     """
     run, scaling = evaluation.run, method.scalings[0]
-    measured = {
-        "label": method.label,
-        "scaling": scaling,
-        "plus": [knobs["kind"] for knobs in method.scalings[1:]],
-        "task": evaluation.task.label,
-        "ctx": evaluation.ctx,
-        "documents": len(evaluation.task.names),
-        "lengths": evaluation.lengths,
-        "texts": evaluation.texts,
-        "targets": short_hash(evaluation.target_keys),
-        "weights": run.digest[:12],
-        "step": run.step,
-    }
+    measured: dict[str, Any] = {"label": method.label, "scaling": scaling}
+    measured |= {"plus": [knobs["kind"] for knobs in method.scalings[1:]], "lengths": evaluation.lengths}
+    measured |= evaluation.facts | {"targets": short_hash(evaluation.target_keys)}
     here = {"device": evaluation.device.type, "dtype": evaluation.dtype_name, "n_parameters": n_parameters(run)}
     return {**run_config(run.name, run.cfg), **here, "eval": measured}
 
@@ -134,7 +122,7 @@ def point(row: Row, bar: Row) -> dict[str, float]:
     values |= {"ppl": row.ppl, "bits_per_byte": row.bits_per_byte}
     values |= interval("loss", (row.loss, row.low, row.high)) | interval("gain", gain(row, bar))
     if row.hits:
-        values |= interval("accuracy", (float(np.mean(row.hits)), *bootstrap(np.array(row.hits))))
+        values |= interval("accuracy", mean_interval(np.array([row.hits])))
     return {f"eval/{key}": value for key, value in values.items()}
 
 
@@ -167,15 +155,12 @@ def longest_not_worse(curve: Curve, bars: dict[int, Row]) -> int:
     Worse: the interval of the gain is below 0. Lengths up to the trained context count as not worse: there the control
     sees everything, and `tax` says what is lost. 0 if no length was measured.
     """
-    longest = 0
-    for row in curve.overall:
-        if row.n > row.longest_trained_ctx and gain(row, bars[row.n])[2] < 0:
-            break
-        longest = row.n
-    return longest
+    beyond = [row for row in curve.overall if row.n > row.longest_trained_ctx]
+    worse = [row.n for row in beyond if gain(row, bars[row.n])[2] < 0]
+    return max((row.n for row in curve.overall if not worse or row.n < worse[0]), default=0)
 
 
-def table(curve: Curve, bars: dict[int, Row]) -> list[dict[str, Any]]:
+def cells_of(curve: Curve, bars: dict[int, Row]) -> list[dict[str, Any]]:
     """The cells of all rows of a curve, with the gains; a row of one distance of the answer has none."""
     rows = []
     for row in curve.rows:

@@ -38,21 +38,10 @@ from measure.tasks.sliding import Sliding
 from model import spectrum
 from model.regions import Clipped
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext
-from tests.helpers import (
-    ROOT,
-    StubModel,
-    any_task_corpus,
-    error_of,
-    eval_settings,
-    held_out,
-    model_of,
-    random_tokens,
-    run_eval,
-    stub_evaluation,
-    train_smoke_runs,
-)
+from tests import helpers
+from tests.helpers import StubModel, any_task_corpus, eval_settings, held_out, run_eval, stub_evaluation
 
-A_CURVE = ROOT / "tests" / "data" / "curve.jsonl"  # of two rows
+A_CURVE = helpers.ROOT / "tests" / "data" / "curve.jsonl"  # of two rows
 OWN = spectrum.frequencies(16, 10000.0)  # of model_of("rope")
 
 
@@ -108,14 +97,6 @@ def test_sliding_windows_score_every_token_one_time_with_the_context_they_promis
     for piece in others:
         assert piece.tokens.shape[1] == n and piece.targets.shape[1] == step  # n - step tokens at least before each
         assert torch.equal(piece.tokens[:, -1] + 1, piece.targets[:, -1])
-
-
-def test_stride_one_is_every_token_given_the_n_before_it():
-    """Against one forward pass for each token."""
-    got = scored(Sliding(TWO, 32, 2, stride=1), 6, needs=6)
-    for t in range(1, 33):
-        single = StubModel(needs=6).losses(TEXT[:, max(0, t - 6) : t], TEXT[:, t : t + 1], NO_CHANGE)
-        assert torch.equal(got[:, t - 1 : t], single)
 
 
 def test_prefix_scores_the_first_n_and_dilutes():
@@ -190,7 +171,8 @@ def test_windows_are_spread_over_a_document_and_do_not_overlap():
 
 @pytest.mark.parametrize("far_windows", [1, 2, 3])
 def test_far_windows_are_among_the_near_ones_and_score_the_same_targets(far_windows):
-    task = Matched(long_text(40_000, 12_000), 8192, 2, scored_tokens=64, windows=8, far_windows=far_windows)
+    task, shorter = (Matched(long_text(40_000, 12_000), ctx, 2, 64, 8, far_windows) for ctx in (8192, 4096))
+    assert (task.ends == shorter.ends).all() and shorter.windows(4096) == task.windows(4096)  # whatever ctx is
     near, far = task.windows(256), task.windows(8192)
     assert task.windows(NEAR) == near == list(range(8)) and len(task.windows(NEAR + 1)) == far_windows
     assert len(far) == far_windows and set(far) < set(near) and (task.ends[:, far] > 8192).all()
@@ -207,14 +189,6 @@ def test_windows_without_enough_text_before_them_in_every_document_are_left_out(
         assert windows == [w for w in range(8) if (task.ends[:, w] > n).all()]
     assert len(far) < len(task.near) < 8 and far[-1] == 7
     assert f"{len(task.near)} of 8 planned windows ({len(far)} at n=2500)" in task.describe()
-
-
-def test_long_lengths_share_windows_whatever_the_longest_length_is():
-    corpus = long_text(40_000, 12_000)
-    for windows, far_windows in ((8, 2), (8, 3), (5, 2)):
-        tasks = [Matched(corpus, ctx, 2, 64, windows, far_windows) for ctx in (4096, 8192)]
-        assert (tasks[0].ends == tasks[1].ends).all() and tasks[0].windows(4096) == tasks[1].windows(4096)
-        assert len(tasks[0].windows(4096)) == len(tasks[1].windows(8192)) == far_windows
 
 
 @pytest.mark.parametrize("length, want", [(1000, 7), (600, 4), (200, 1)])
@@ -339,9 +313,7 @@ def test_gains_are_of_the_windows_that_both_rows_have():
         ({"hits": [1.0, 0.0]}, {}, False),
     ],
 )
-def test_the_better_control_is_the_one_with_the_lower_loss_on_common_windows(
-    of_window, of_truncation, truncated_is_better
-):
+def test_the_better_control_has_the_lower_loss_on_common_windows(of_window, of_truncation, truncated_is_better):
     window = row([30.0, 30.0], (7,), n=8192, window=64, longest_trained_ctx=64, label="window")
     truncated = row([90.0, 20.0, 90.0, 20.0], (0, 7), n=64, window=None)
     window, truncated = dataclasses.replace(window, **of_window), dataclasses.replace(truncated, **of_truncation)
@@ -373,28 +345,6 @@ def test_truncation_is_no_scaling_at_the_trained_context(window_costs, better, t
             assert bars[n] == (none.rows[0] if better == "none" else window.by_length()[n])
             # what no scaling saves by seeing 65 tokens, and what the window costs where it is the bar
             assert gain(r, bars[n])[0] == pytest.approx(1.0 if better == "none" else 0.5)
-
-
-@pytest.mark.parametrize("name", choices("task"))
-def test_the_controls_of_every_task_are_on_the_targets_of_the_method(name, tmp_path):
-    """Of each task: a bar that is not the window control has the same targets, in the windows that both have."""
-
-    class Model(StubModel):
-        def last_logits(self, tokens: torch.Tensor, last: int, change: ContextChange) -> torch.Tensor:
-            return torch.zeros(len(tokens), last, 1024)
-
-    settings = ("ctx=[128,512]", f"task={name}", "documents=2")
-    found = stub_evaluation(Model(window_costs=5.0), any_task_corpus(), tmp_path, *settings)
-
-    def targets(n: int, windows: list[int]) -> np.ndarray:
-        scored = np.concatenate([p.scored_targets() for p in found.task.pieces(n)], axis=1).reshape(2, -1)
-        places = [found.task.windows(n).index(w) for w in windows]
-        return scored.reshape(2, len(found.task.windows(n)), -1)[:, places]
-
-    for n, bar in controls(measured(found))["stub"].items():
-        if bar.label != "window":
-            common = [w for w in bar.scored_windows if w in found.task.windows(n)]
-            assert np.array_equal(targets(n, common), targets(bar.n, common))
 
 
 # ---- curves in files ----
@@ -461,7 +411,7 @@ def test_two_changes_have_the_same_effect_where_the_logits_are_equal(a, b, n, eq
     changes = [ContextChange(**a), ContextChange(**b)]
     first, second = (change.effect(n, TrainedContext("rope", 64, OWN)) for change in changes)
     assert (first == second) == equal
-    model, tokens = model_of("rope"), random_tokens(1, n)
+    model, tokens = helpers.model_of("rope"), helpers.random_tokens(1, n)
     with torch.no_grad():
         assert torch.allclose(*(model(tokens, change=change) for change in changes), atol=1e-12, rtol=0) == equal
 
@@ -523,7 +473,7 @@ def trained(tmp_path_factory, cache):
     """Three smoke runs: rope (trained long enough to beat a unigram model), alibi and learned."""
     rope = ("pos=rope", "name=rope", "steps=60", "optim.lr=5e-3", "optim.warmup=5")
     others = [(f"pos={pos}", f"name={pos}", "steps=2") for pos in ("learned", "alibi")]
-    return train_smoke_runs(tmp_path_factory.mktemp("trained"), cache, others[0], rope, others[1])
+    return helpers.train_smoke_runs(tmp_path_factory.mktemp("trained"), cache, others[0], rope, others[1])
 
 
 FEW = ("documents=3", "task.windows=2")
@@ -556,15 +506,11 @@ def test_eval_measures_what_the_model_says(runs, capsys):
     found, run = curves_of("rope", n=256, documents=6), Run.open("rope", runs="runs", cache=".cache")
     corpus, model = corpora.prepare(run.cfg.data, ".cache"), run.model
     ends = Matched(corpus, 256, 6, scored_tokens=64, windows=3, far_windows=1).ends
-    pairs = [
-        (document, end) for document, of_document in zip(corpus.held_out, ends, strict=False) for end in of_document
-    ]
+    pairs = zip(np.repeat(corpus.held_out[:6], 3), ends.ravel(), strict=True)
     cuts = [torch.from_numpy(document.tokens[end - 257 : end].astype(np.int64)) for document, end in pairs]
-    for name, change in (
-        ("none", NO_CHANGE),
-        ("window", ContextChange(window=64)),
-        ("pi", ContextChange(inv_freq=model.pos.inv_freq / 4)),
-    ):
+    changes = {"none": NO_CHANGE, "window": ContextChange(window=64)}
+    changes["pi"] = ContextChange(inv_freq=model.pos.inv_freq / 4)
+    for name, change in changes.items():
         (row,) = found[name].rows
         assert (row.documents, row.scored_windows, row.tokens, row.task) == (6, [0, 1, 2], 18 * 64, "matched")
         nll, n_bytes = [], 0
@@ -578,6 +524,30 @@ def test_eval_measures_what_the_model_says(runs, capsys):
         assert re.search(rf"\n +256 +4 .*{row.ppl:.2f}", out)
         assert row.bits_per_byte == pytest.approx(sum(nll) / math.log(2) / row.bytes, rel=1e-4)
         assert row.bytes == pytest.approx(n_bytes, abs=36)  # a cut character decodes to a replacement
+
+
+@pytest.mark.parametrize("name", [name for name in choices("task") if "threshold" in yaml_values("task", name)])
+def test_the_accuracy_is_what_the_model_says(name, runs, capsys):
+    """Computed here text by text, of a model with a window."""
+    run_eval("run=rope", "ctx=[128]", f"task={name}", "documents=2", "dtype=float32")
+    out = capsys.readouterr().out
+    assert "accuracy of the answer in % [95 %]" in out and "n=128, by distance of the answer, tokens" in out
+    assert "effective context: the longest n up to which the accuracy is at least 80 %" in out
+    assert Path(f"runs/rope/eval/ctx128-{name}.png").read_bytes().startswith(b"\x89PNG")
+    run = Run.open("rope", runs="runs", cache=".cache")
+    task = built(name, run.corpus, 128, 2)
+    rows = {r.distance: r for r in curves_of("rope", task=task.label)["window"].rows}
+    assert list(rows) == [None, *task.distances(128)]
+    for piece in task.pieces(128):
+        logits = run.model(piece.tokens, change=ContextChange(window=64))[:, -piece.targets.shape[1] :]
+        right = (logits.argmax(-1) == piece.targets)[:, piece.scored].float()
+        r = rows[piece.distance]
+        assert r.hits == pytest.approx(right.mean(dim=1).tolist(), abs=1e-4)
+        nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), piece.targets, reduction="none")
+        assert r.loss == pytest.approx(nats[:, piece.scored].mean().item(), rel=1e-4)
+    parts = [rows[d] for d in task.distances(128)]
+    assert rows[None].hits == pytest.approx(np.mean([r.hits for r in parts], axis=0), abs=1e-4)
+    assert rows[None].tokens == sum(r.tokens for r in parts)
 
 
 def test_curves_are_reused_and_measured_again_when_asked(runs, monkeypatch):
@@ -614,6 +584,8 @@ def test_the_newest_run_that_fits_is_evaluated_and_named(runs, capsys):
         (["run=absent", "ctx=128"], "run=absent: no trained run of that name in runs/: there are alibi, rope, learned"),
         (["ctx=128", "exp=quick"], "no trained run with exp=quick in runs/: first: python train.py"),
         (["run=rope", "ctx=1000000"], "ctx=1000000: the longest held-out document of this corpus allows"),
+        (["run=rope", "ctx=[64]", "task=recall"], r"ctx=\[64\]: must be at least 128 with task=recall"),
+        (["run=rope", "ctx=[128]", "task=recall", "by_position=true"], "by_position=True: must be false: a task with"),
     ]:
         with pytest.raises(UserError, match=message):
             run_eval(*settings)
@@ -638,9 +610,20 @@ def test_compare_lays_runs_over_each_other(runs, capsys, monkeypatch):
     for argv, message in (
         (["absent"], "absent: no such run in runs/"),
         (["rope", "--only", "yarn9"], "--only yarn9: no curve is labelled yarn9; there are "),
-        (["rope", "--task", "prefix"], "--task prefix: no curve of this task"),
+        (["rope", "--task", "sliding"], "--task sliding: no curve of this task"),
     ):
-        assert message in error_of(compare.main, argv, monkeypatch)
+        assert message in helpers.error_of(compare.main, argv, monkeypatch)
+
+
+def test_compare_shows_the_accuracies_of_a_task(runs, capsys, monkeypatch):
+    run_eval("run=rope", "ctx=[64]", "documents=2", "task=prefix")
+    run_eval("run=rope", "ctx=[128]", "documents=2", "task=recall", "scaling=ntk")
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--task", "recall", "--threshold", "0.5", "--out", "acc.png"])
+    compare.main()
+    out = capsys.readouterr().out
+    assert "accuracy is at least 50 %" in out and "ntk" in out and "bits/byte" not in out
+    assert Path("runs/acc.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_labels_say_what_differs():

@@ -157,13 +157,6 @@ def test_names_move_as_little_as_possible():
     assert np.ptp(list(heights.values())) < 0.15
 
 
-def test_a_curve_on_top_of_another_leaves_both_visible():
-    curves = [curve_of("rope", label, {64: 3.0, 128: 3.1}) for label in ("none", "window", "ntk", "dynamic_ntk")]
-    fig = drawn(Losses().draw, curves, Path("x.png"), "title")
-    lines = [line for line in fig.axes[0].lines if line.get_marker() == "o"]
-    assert len({str(line._dash_pattern) for line in lines}) == len(lines) == 4
-
-
 def test_marks_at_nearby_lengths_do_not_overlap():
     curves = [curve_of(f"at{L}", "none", {64: 3.0, 8192: 3.1}, L=L) for L in (64, 96, 128)]
     fig = drawn(Losses().draw, curves, Path("x.png"), "title")
@@ -188,13 +181,12 @@ def test_fewer_than_three_seeds_are_points_without_a_band(rows):
 
 
 def test_lines_are_the_mean_losses_of_the_rows(all_figures, rows):
-    [yarn] = [
-        line for line in all_figures["scaling"].axes[0].lines if line.get_color() == plots.COLORS["methods"]["yarn"]
-    ]
+    panel, colors = all_figures["scaling"].axes[0], plots.COLORS["methods"]
+    [yarn] = [line for line in panel.lines if line.get_color() == colors["yarn"]]
     want = [np.exp(rows[0].losses("rope", "yarn", int(n)).mean()) for n in yarn.get_xdata()]
     assert yarn.get_ydata().tolist() == want and max(yarn.get_xdata()) == 8192
     panel = all_figures["finetune"].axes[1]  # at 4 L
-    [pi] = [line for line in panel.lines if line.get_color() == plots.COLORS["methods"]["pi"]]
+    [pi] = [line for line in panel.lines if line.get_color() == colors["pi"]]
     runs = [("rope", "pi"), *((f"pi-{steps}", "none") for steps in (20, 50, 100, 200))]
     assert pi.get_ydata().tolist() == [np.exp(rows[1].losses(*run, 1024).mean()) for run in runs]
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import types
 from pathlib import Path
 from unittest.mock import Mock
@@ -12,22 +11,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import train
 from conf.errors import UserError
 from engine import checkpoint, device as devices, distributed
+from eval import evaluate
 from kernels import rope as choice
 from model import attention, gpt
 from model.attention import Cache
 from model.scaling import NO_CHANGE, ContextChange, resolve
-from tests.helpers import (
-    SMALL,
-    choices,
-    compile_for,
-    more_positions,
-    random_tokens,
-    run_train,
-    scaling_knobs,
-    train_settings,
-)
+from sample import main as sample_command, sample
+from tests import helpers
+from tests.helpers import SMALL, choices, compile_for, more_positions, random_tokens, train_settings
 
 CHANGES = ["none", "window", "yarn", "rerope"]
 
@@ -36,7 +30,7 @@ def change_of(name: str, model: gpt.GPT, settings, n: int = 48) -> ContextChange
     """The change of a scaling method at n tokens; skips where it does not apply to the model's encoding."""
     context = gpt.trained_context(settings, model.pos)
     try:
-        return resolve(scaling_knobs(name, 8), context, n, n)
+        return resolve(helpers.scaling_knobs(name, 8), context, n, n)
     except UserError as e:
         pytest.skip(str(e))
 
@@ -124,28 +118,19 @@ def test_a_new_token_is_decoded_without_a_mask(monkeypatch):
     assert torch.allclose(got, want, atol=1e-5)
 
 
-def test_commands_with_many_lengths_do_not_use_cudnns_attention():
+def test_evaluation_and_decoding_have_many_lengths_and_do_not_use_cudnns_attention(monkeypatch):
     try:
         for many_lengths in (True, False):
             devices.start("cpu", "auto", many_lengths)
             assert torch.backends.cuda.cudnn_sdp_enabled() != many_lengths
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
-
-
-@pytest.mark.parametrize("name, function", [("eval", "evaluate"), ("sample", "sample")])
-def test_evaluation_and_decoding_are_such_commands(name, function, monkeypatch):
-    class Started(Exception):
-        pass
-
-    def start(device, kernel, many_lengths=False):
-        assert many_lengths
-        raise Started
-
-    command = importlib.import_module(name)
-    monkeypatch.setattr(command.devices, "start", start)
-    with pytest.raises(Started):  # the first thing that they do
-        getattr(command, function)(types.SimpleNamespace(device="cpu", kernel="auto"))
+    start = Mock(side_effect=KeyboardInterrupt)  # the first thing that they do
+    monkeypatch.setattr(devices, "start", start)
+    for command in (evaluate, sample):
+        with pytest.raises(KeyboardInterrupt):
+            command(types.SimpleNamespace(device="cpu", kernel="auto"))
+    assert [call.kwargs for call in start.call_args_list] == [{"many_lengths": True}] * 2
 
 
 @pytest.mark.parametrize("gigabytes, blocks", [(141, 1), (80, 2), (24, 5)])
@@ -157,41 +142,25 @@ def test_the_loss_of_gpt2_is_in_as_few_blocks_as_a_gpus_memory_allows(gigabytes,
     assert gpt.loss_block(torch.device("cpu")) == 2**25
 
 
-def test_a_failed_compilation_is_one_line_and_training_continues(monkeypatch, capsys):
-    tried = []
-
-    def fails(graph, inputs):
-        tried.append(graph)
-        raise RuntimeError("no compiler here")
-
-    model = gpt.build(train_settings("pos=rope", *SMALL), 50)
-    x = random_tokens()
-    want = model.losses(x[:, :-1], x[:, 1:])
-    compile_for(monkeypatch, model, fails, fallback=True)
-    for _ in range(2):
-        assert torch.equal(model.losses(x[:, :-1], x[:, 1:]), want)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert len(tried) == 1 and "no compiler here" in line
-    assert line.startswith("warning: torch.compile failed, it continues uncompiled: ")
-
-
-def test_a_backward_pass_that_does_not_compile_is_one_line_too(monkeypatch, capsys):
+@pytest.mark.parametrize("forward", [True, False])
+def test_a_compilation_that_fails_is_one_line_and_training_continues(forward, monkeypatch, capsys):
+    """Of the forward pass, or only of the backward pass."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
     def fails(graph, inputs):
-        raise RuntimeError("no backward compiler")
+        raise RuntimeError("no compiler here")
 
-    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=fails)
-    model = gpt.build(train_settings("pos=rope", *SMALL), 50)
-    x = random_tokens()
+    boxed = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=fails)
+    model, x = gpt.build(train_settings("pos=rope", *SMALL), 50), random_tokens()
     want = model.losses(x[:, :-1], x[:, 1:])
-    compile_for(monkeypatch, model, backend, fallback=True)
-    losses = model.losses(x[:, :-1], x[:, 1:])
-    losses.mean().backward()
-    assert torch.equal(losses, want) and all(p.grad is not None for p in model.parameters())
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.count("no backward compiler") for line in lines] == [1]
+    compile_for(monkeypatch, model, fails if forward else boxed, fallback=True)
+    for _ in range(2):
+        losses = model.losses(x[:, :-1], x[:, 1:])
+        losses.mean().backward()
+        assert torch.equal(losses, want) and all(p.grad is not None for p in model.parameters())
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "no compiler here" in line)
+    assert line.startswith("warning: torch.compile failed, it continues uncompiled: ")
 
 
 # ---- on a GPU; `pytest -m gpu` on a machine without one runs the same on its CPU, which rehearses them ----
@@ -229,35 +198,25 @@ def close(a: list[torch.Tensor], b: list[torch.Tensor], tolerance: float = 1e-3)
     return all((x - y).abs().max() <= tolerance * (1 + y.abs().max()) for x, y in pairs)
 
 
+HEADS = [f"model.n_kv_heads={heads}" for heads in (4, 2)]  # 2: queries share keys
+ON_A_GPU = [(pos, scaling, [heads]) for pos in choices("pos") for scaling in CHANGES for heads in HEADS]
+ON_A_GPU += [("rope", "none", [f"layers={layers}", "layers.pattern=LG"]) for layers in ("swan", "gemma3")]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [4, 2], ids=["mha", "gqa"])
-@pytest.mark.parametrize("scaling", CHANGES)
-@pytest.mark.parametrize("pos", choices("pos"))
-def test_on_cuda_as_on_a_cpu_and_compiled_as_eager(pos, scaling, heads, kernel_by_device, monkeypatch):
-    """In float32: losses and gradients. In bfloat16: the losses, roughly."""
-    model, change = model_and_change(pos, scaling, f"model.n_kv_heads={heads}")
+@pytest.mark.parametrize("pos, scaling, settings", ON_A_GPU)
+def test_on_cuda_as_on_a_cpu_and_compiled_as_eager(pos, scaling, settings, kernel_by_device, monkeypatch):
+    """In float32: losses and gradients. In bfloat16: the losses, roughly. Also with two kinds of layers."""
+    model, change = model_and_change(pos, scaling, *settings)
     tokens = random_tokens(2, 49)
     want = losses_and_gradients(model, tokens, change)
     model, tokens = model.to(GPU), tokens.to(GPU)
     assert close(losses_and_gradients(model, tokens, change), want)
     with torch.autocast(GPU, torch.bfloat16):
         assert close(losses_and_gradients(model, tokens, change)[:1], want[:1], 0.05)
-    if heads == 4 and GPU == "cuda":
+    if len(settings) > 1 or (settings == HEADS[:1] and GPU == "cuda"):
         compile_for(monkeypatch, model, COMPILER)
         assert close(losses_and_gradients(model, tokens, change), want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("layers", ["swan", "gemma3"])
-def test_a_layer_schedule_on_cuda_as_on_a_cpu_and_compiled_as_eager(layers, kernel_by_device, monkeypatch):
-    """Two kinds of layers, of which one has a window."""
-    model, _ = model_and_change("rope", "none", f"layers={layers}", "layers.pattern=LG")
-    tokens = random_tokens(2, 49)
-    want = losses_and_gradients(model, tokens, NO_CHANGE)
-    model, tokens = model.to(GPU), tokens.to(GPU)
-    assert close(losses_and_gradients(model, tokens, NO_CHANGE), want)
-    compile_for(monkeypatch, model, COMPILER)
-    assert close(losses_and_gradients(model, tokens, NO_CHANGE), want)
 
 
 @pytest.mark.gpu
@@ -283,21 +242,16 @@ def test_gradients_in_bfloat16_are_those_of_float32_to_rounding(pos, kernel_by_d
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", ["false", "true"])
-def test_a_run_on_a_gpu_resumes_to_the_same_weights_and_can_be_sampled(
-    compiled, here, monkeypatch, capsys, kernel_by_device
-):
+def test_a_run_on_a_gpu_resumes_and_can_be_sampled(compiled, here, monkeypatch, capsys, kernel_by_device):
     """Interrupted after the checkpoint of step 15 of 20. With compile=true, compiled from step 10 on."""
-    import sample
-    import train
-
     monkeypatch.setattr(attention, "attend_blocks", attention.attend_blocks)  # which compile_blocks replaces
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=COMPILER))
-    compilations = Mock(wraps=functools.partial(devices.compile_blocks, fallback=False))
-    steps, step = Mock(), train.Training.step
-    monkeypatch.setattr(devices, "compile_blocks", compilations)
+    compilations = Mock(wraps=functools.partial(train.compile_blocks, fallback=False))
+    steps, step = Mock(return_value=None), train.Training.step
+    monkeypatch.setattr(train, "compile_blocks", compilations)
     monkeypatch.setattr(train.Training, "step", lambda training, bar: steps() or step(training, bar))
     settings = ("steps=20", "save_every=15", f"device={GPU}", "dtype=float32", f"compile={compiled}")
-    run_train(*settings, "name=whole")
+    helpers.run_train(*settings, "name=whole")
     saved, plain = [], train.checkpoint.save
 
     def stop_at_15(folder, values, *rest, **options):
@@ -307,16 +261,15 @@ def test_a_run_on_a_gpu_resumes_to_the_same_weights_and_can_be_sampled(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(train.checkpoint, "save", stop_at_15)
-        run_train(*settings, "name=halves")
-    run_train(*settings, "name=halves")
+        helpers.run_train(*settings, "name=halves")
+    helpers.run_train(*settings, "name=halves")
     assert saved == [15] and steps.call_count == 20 + 15 + 5
     assert compilations.call_count == (3 if compiled == "true" else 0)
     whole, halves = (checkpoint.load(Path("runs") / name)["model"] for name in ("whole", "halves"))
     assert all(torch.allclose(whole[name], halves[name], atol=1e-5) for name in whole)
-    monkeypatch.setattr(
-        "sys.argv", ["sample.py", "run=whole", "tokens=8", f"device={GPU}", "scaling=ntk", "prompt=def"]
-    )
-    sample.main()
+    argv = ["sample.py", "run=whole", "tokens=8", f"device={GPU}", "scaling=ntk", "prompt=def"]
+    monkeypatch.setattr("sys.argv", argv)
+    sample_command()
     assert "tokens, " in capsys.readouterr().err
 
 
@@ -340,8 +293,6 @@ def test_one_step_of_ddp_on_one_device_is_the_step_without_it(tmp_path, kernel_b
 @pytest.mark.gpu
 def test_a_step_of_training_on_a_gpu_synchronises_nothing(here, kernel_by_device):
     """CUDA reports every wait as an error; the first step makes what later ones use again."""
-    import train
-
     cfg = train_settings("exp=smoke", "pos=rope", "dtype=bfloat16", "positions=random")
     training = train.Training(cfg, Path("runs/x"), torch.device(GPU), None, None)
     try:

@@ -9,21 +9,15 @@ import pytest
 import torch
 
 from conf.errors import UserError
+from conf.registry import yaml_values
 from data.held_out import NGRAM, find_copies
-from measure.breakdowns import (
-    Groups,
-    antecedent_groups,
-    antecedents,
-    group_rows,
-    key_token_groups,
-    ratio,
-    target_losses,
-)
+from measure import breakdowns
+from measure.breakdowns import Breakdowns, Groups, antecedent_groups, antecedents, group_rows
 from measure.curves import Curve, add_rows, controls
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
 from measure.intervals import bootstrap, gain
 from model.scaling import ContextChange
-from tests.helpers import StubModel, held_out, run_eval, stub_evaluation, train_smoke_runs
+from tests.helpers import StubModel, eval_settings, held_out, line_of, stub_evaluation
 
 # ---- n-grams ----
 
@@ -157,9 +151,9 @@ def test_far_lengths_use_the_groups_of_their_windows(tmp_path):
 
 def test_ratio_weights_documents_by_their_targets():
     sums, counts = np.array([2.0, 12.0, 0.0]), np.array([1, 4, 0])
-    assert ratio(sums, counts) == (14 / 5, 2.0, 3.0)  # a draw has document 0 or 1 alone, or both
-    assert ratio(sums, np.zeros(3, dtype=int)) == (None, None, None)
-    assert ratio(4 * sums, np.full(3, 4)) == pytest.approx((sums.mean(), *bootstrap(sums)))
+    assert breakdowns.ratio(sums, counts) == (14 / 5, 2.0, 3.0)  # a draw has document 0 or 1 alone, or both
+    assert breakdowns.ratio(sums, np.zeros(3, dtype=int)) == (None, None, None)
+    assert breakdowns.ratio(4 * sums, np.full(3, 4)) == pytest.approx((sums.mean(), *bootstrap(sums)))
 
 
 # ---- key tokens ----
@@ -174,9 +168,8 @@ def reference(found: Evaluation, folder: Path, short: np.ndarray, long: np.ndarr
     file = folder / "runs/tuned/eval/none-01234567.jsonl"
     by_length = curve.by_length()
     for n, losses in ((64, short), (128, long)):
-        row = dataclasses.replace(
-            by_length[n], run="tuned", longest_trained_ctx=long_ctx, nll=losses.sum(axis=2).ravel().tolist()
-        )
+        values = {"longest_trained_ctx": long_ctx, "nll": losses.sum(axis=2).ravel().tolist()}
+        row = dataclasses.replace(by_length[n], run="tuned", **values)
         add_rows(file, [row], losses.reshape(-1, losses.shape[-1]).astype(np.float32))
 
 
@@ -185,76 +178,63 @@ def test_key_tokens_are_those_for_which_the_reference_needs_its_context(tmp_path
     short, long = np.full((3, 2, 64), 3.0), np.full((3, 2, 64), 1.5)
     short[1, 1, :7], long[1, 1, :7] = (4.0, 4.0, 5.0, 3.5, 2.0, 9.0, 0.5), (1.9, 2.1, 2.5, 1.9, 0.1, 0.5, 9.0)
     reference(found, tmp_path, short, long)
-    groups = key_token_groups(found, "tuned", str(tmp_path / "runs"))
+    groups = breakdowns.key_token_groups(found, "tuned", str(tmp_path / "runs"))
     assert groups.names == ["others", "key"] and groups.group.sum() == 2
     assert groups.group[1, 1, :7].tolist() == [1, 0, 0, 0, 0, 1, 0]
 
 
-def test_reference_runs_that_cannot_choose_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    "settings, longest_of_tuned, message",
+    [
+        ("key_tokens=stub", 128, "key_tokens=stub: must be another run than the evaluated one"),
+        ("key_tokens=absent", 128, "absent: not evaluated on these targets: first python eval.py run=absent ctx=256"),
+        ("key_tokens=tuned", 64, "must be a run that was fine-tuned at more than 64"),
+        ("key_tokens=tuned documents=2", 128, "key_tokens=tuned: not evaluated on these targets"),
+        ("key_tokens=tuned task=prefix", 128, "is for task=matched only, and this is task=prefix"),
+        ("by_antecedent=true task=prefix", 128, "is for task=matched only, and this is task=prefix"),
+        ("by_antecedent=true ctx=[64]", 128, "ctx=64: must be above the trained context 64"),
+    ],
+)
+def test_what_has_no_groups_is_refused(settings, longest_of_tuned, message, tmp_path):
     found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *SETTINGS)
-    other = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, "ctx=256", "documents=2", "task.windows=2")
-    runs, losses = str(tmp_path / "runs"), np.ones((3, 2, 64))
-    reference(found, tmp_path, losses, losses, long_ctx=64)
-    for evaluation, name, message in (
-        (found, "stub", "key_tokens=stub: must be another run than the evaluated one"),
-        (found, "absent", r"absent: not evaluated on these targets: first python eval\.py run=absent ctx=256"),
-        (found, "tuned", "must be a run that was fine-tuned at more than 64"),
-        (other, "tuned", "key_tokens=tuned: not evaluated on these targets"),
-    ):
-        with pytest.raises(UserError, match=message):
-            key_token_groups(evaluation, name, runs)
-        if message.startswith("must be a run"):
-            reference(found, tmp_path, losses, losses)
+    reference(found, tmp_path, np.ones((3, 2, 64)), np.ones((3, 2, 64)), longest_of_tuned)
+    asked = [x for x in SETTINGS if "task=prefix" not in settings or "task." not in x] + settings.split()
+    cfg = eval_settings(*asked, f"runs={tmp_path}/runs")
+    other = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *asked)
+    assert message in line_of(Breakdowns, other, [NONE, WINDOW], NONE, cfg)
 
 
 def test_targets_without_losses_are_one_line(tmp_path):
     found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *SETTINGS)
     row, file = curves_of(found)["none"].rows[0], found.curve_file(NONE)
-    assert target_losses(file, row).sum(axis=2).ravel() == pytest.approx(np.array(row.nll), abs=1e-3)
+    assert breakdowns.target_losses(file, row).sum(axis=2).ravel() == pytest.approx(np.array(row.nll), abs=1e-3)
     for path in file.parent.rglob("*.np*"):
         path.unlink()
     with pytest.raises(UserError, match="no losses of single targets: evaluate again with fresh=true"):
-        target_losses(file, row)
+        breakdowns.target_losses(file, row)
 
 
-# ---- eval.py ----
+# ---- what eval.py prints and writes ----
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, cache) -> Path:
-    """A folder with runs/rope, and runs/tuned, fine-tuned from it at 128 tokens."""
-    tuned = ("name=tuned", "init=rope", "ctx=128", "scaling=pi", "steps=1")
-    return train_smoke_runs(tmp_path_factory.mktemp("groups"), cache, ("name=rope", "steps=2"), tuned)
-
-
-def test_eval_prints_and_writes_gains_by_group(trained, monkeypatch, capsys):
-    monkeypatch.chdir(trained)
-    few = ("ctx=256", "documents=3", "task.windows=2")
-    run_eval("run=tuned", *few)
-    capsys.readouterr()
-    run_eval("run=rope", "scaling=pi", *few, "by_antecedent=true", "key_tokens=tuned", "by_position=true")
-    out = capsys.readouterr().out
-    for title in ("antecedent", "key_tokens=tuned"):
+def test_breakdowns_are_printed_and_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("measure.breakdowns.log_table", lambda *_: None)  # test_wandb.py
+    pi, wanted = Method("pi", [yaml_values("scaling", "pi")]), ("antecedent", "key_tokens=tuned", "position")
+    found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *SETTINGS)
+    reference(found, tmp_path, np.full((3, 2, 64), 5.0), np.ones((3, 2, 64)))
+    asked = ("by_antecedent=true", "key_tokens=tuned", "by_position=true", f"runs={tmp_path}/runs")
+    wanted_of_pi = Breakdowns(found, [NONE, WINDOW, pi], pi, eval_settings(*SETTINGS, *asked))
+    curves = curves_of(found, pi)
+    with found.running([]):
+        wanted_of_pi.measure()
+    wanted_of_pi.show(curves)
+    files = [list(tmp_path.glob(f"runs/stub/eval/groups/{title}-pi-*-ctx256-{found.texts}.jsonl")) for title in wanted]
+    of_groups = [[json.loads(line) for line in file.read_text().splitlines()] for (file,) in files]
+    positions, out = of_groups.pop(), capsys.readouterr().out
+    for title, rows in zip(wanted, of_groups, strict=False):
         assert f"gain of pi over the better control by {title}, nats/token [95 %]" in out
-        (file,) = Path("runs/rope/eval/groups").glob(f"{title}-pi-*-ctx256-*.jsonl")
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        assert {row["n"] for row in rows} == {128, 256} and {row["run"] for row in rows} == {"rope"}
+        assert {row["n"] for row in rows} == {128, 256} and {row["run"] for row in rows} == {"stub"}
         assert sum(row["targets"] for row in rows) == 2 * 3 * 2 * 64
-    (file,) = Path("runs/rope/eval/groups").glob("position-pi-*.jsonl")
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(r["label"], r["from"]) for r in rows] == [(x, n) for x in ("none", "window", "pi") for n in (0, 64, 128)]
-    assert "\n64-127, past L " in out and len({row["loss"] for row in rows if row["from"] == 128}) == 3
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        (["ctx=128", "task=prefix", "by_antecedent=true"], "is for task=matched only, and this is task=prefix"),
-        (["ctx=128", "task=prefix", "key_tokens=tuned"], "is for task=matched only, and this is task=prefix"),
-        (["ctx=[64]", "task.windows=2", "by_antecedent=true"], "ctx=64: must be above the trained context 64"),
-    ],
-)
-def test_other_tasks_and_short_contexts_have_no_groups(settings, message, trained, monkeypatch):
-    monkeypatch.chdir(trained)
-    with pytest.raises(UserError, match=message):
-        run_eval("run=rope", "documents=2", *settings)
+    places = [(r["label"], r["from"]) for r in positions]
+    assert places == [(label, n) for label in ("none", "window", "pi") for n in (0, 64, 128)]
+    assert "\n64-127, past L " in out and len({r["loss"] for r in positions if r["from"] == 128}) == 2

@@ -61,9 +61,8 @@ def test_the_plan_of_layers_can_be_trained_and_evaluated_as_it_says(size):
             assert names.index(cfg.init) < names.index(job.name)
             parent = train_settings(*next(x.train for x in jobs if x.name == cfg.init))
             cfg = replace(cfg, model=parent.model, pretrained={"ctx": cfg.ctx})
-            cfg.layers = (
-                layer_schedule.resolve(cfg.layers, cfg.model.n_layers, cfg.ctx, cfg.pos) if cfg.layers else None
-            )
+            if cfg.layers:
+                cfg.layers = layer_schedule.resolve(cfg.layers, cfg.model.n_layers, cfg.ctx, cfg.pos)
         context = gpt.trained_context(cfg, gpt.build_encoding(cfg))
         if "gemma3" in job.name:  # scaling applies to the window layers in the control only
             assert cfg.layers.types["G"].scaled and cfg.layers.types["L"].scaled == ("all_scaled" in job.name)

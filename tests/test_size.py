@@ -17,12 +17,12 @@ BUDGETS = {
     "engine": 790,
     "kernels": 340,
     "model": 1400,
-    "measure": 1310,
+    "measure": 1272,
     "hf": 1270,
     "studies": 1500,
     "bench": 455,
-    "product": 8500,
-    "tests": 8500,
+    "product": 8380,
+    "tests": 8136,
 }
 AIMS = BUDGETS | {
     **{"conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100},

@@ -4,41 +4,24 @@ The general tests are of every task whose class says `accuracy`, so a new one ne
 """
 
 import dataclasses
-import math
 import random
 import re
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-import compare
 from conf.errors import UserError
 from conf.registry import choices, load_kind, yaml_values
 from data.corpora import mqar, recall, tracking
 from data.corpus import HeldOut
-from engine.run import Run
 from measure import tasks
-from measure.curves import Curve, Row, read_curve
-from measure.evaluation import NONE, WINDOW
+from measure.curves import Curve, read_curve
+from measure.evaluation import losses_and_hits
 from measure.report import NO_LENGTH, Accuracy, effective_context
 from measure.tasks import Piece
 from measure.tasks.placed import NOTHING, PlacedAnswer
-from model.scaling import NO_CHANGE, ContextChange
-from tests.helpers import (
-    ROOT,
-    Words,
-    any_task_corpus,
-    held_out,
-    held_out_text,
-    random_lines,
-    run_eval,
-    stub_evaluation,
-    train_smoke_runs,
-)
+from tests.helpers import ROOT, Words, any_task_corpus, held_out, held_out_text, line_of, random_lines
 
 WITH_ANSWER = [
     name for name in choices("task") if load_kind("measure.tasks", yaml_values("task", name)["kind"], "build").accuracy
@@ -91,6 +74,7 @@ def test_texts_have_n_tokens_before_their_last_one_and_distances_that_fit(name):
         distances = [p.distance for p in task.pieces(n)]
         assert distances == sorted(set(distances)) and distances[0] >= 1 and distances[-1] <= n * 7 // 8
     assert task.distances(512)[-1] == 448
+    assert task.chance == {"recall": 1 / 26, "mqar": 1 / 8, "tracking": 1 / 3}.get(name, 0)
 
 
 @pytest.mark.parametrize("name", WITH_ANSWER)
@@ -138,6 +122,14 @@ def test_a_tokenizer_without_letters_is_one_line_or_no_obstacle(name):
         assert all(len(text) == 301 for piece in built(name, corpus).pieces(300) for text in texts_of(piece))
     except UserError as error:
         assert re.search(f"task={name}.*letters that are one token each.*data.tokenizer=bpe", str(error))
+
+
+@pytest.mark.parametrize(
+    "knob, value, right",
+    [("threshold", 0.0, "above 0 and at most 1"), ("queries", 9, "from 1 to 8"), ("key", 0, "from 1")],
+)
+def test_wrong_knobs_are_one_line(knob, value, right):
+    assert f"task.{knob}={value}: must be {right}" in line_of(lambda: built("recall", **{knob: value}))
 
 
 def test_a_line_that_does_not_have_a_token_for_each_part_is_refused():
@@ -228,59 +220,14 @@ def test_the_chain_of_assignments_leads_to_the_answer(n, hops, chains):
         assert len(any_task_corpus().encode(text[first:])) == distance + 4
 
 
-# ---- models that read the texts ----
+# ---- hits ----
 
 
-class Reader:
-    """A model that finds answers in the tokens that it sees, and else guesses one of these tokens.
-
-    It resolves assignments where one is asked for, and otherwise repeats what followed the longest earlier occurrence
-    of its last tokens.
-    """
-
-    def __init__(self, guesses: Sequence[int]):
-        self.guesses, self.rng = list(guesses), random.Random(0)
-
-    def next_token(self, seen: list[int]) -> int:
-        if question := re.search(r"# ([A-Z]) :$", decoded(seen[-3:])):
-            text = decoded(seen)
-            try:
-                return token(values_of(text)[question[1]])
-            except KeyError:  # an assignment that it does not see
-                return self.rng.choice(self.guesses)
-        before = [i for i in range(len(seen) - 1) if seen[i] == seen[-1]]
-        if not before:
-            return self.rng.choice(self.guesses)
-
-        def common(i: int) -> int:
-            return next((k for k in range(i + 1) if seen[i - k] != seen[-1 - k]), i + 1)
-
-        return seen[max(before, key=common) + 1]
-
-    def last_logits(self, tokens: torch.Tensor, last: int, change: ContextChange) -> torch.Tensor:
-        logits, T = torch.zeros(len(tokens), last, 1024), tokens.shape[1]
-        for b, text in enumerate(tokens.tolist()):
-            for s in range(last):
-                end = T - last + 1 + s
-                logits[b, s, self.next_token(text[max(0, end - (change.window or T)) : end])] = 5.0
-        return logits
-
-
-@pytest.mark.parametrize("name", WITH_ANSWER)
-def test_a_model_that_remembers_is_right_and_one_with_a_window_guesses(name, tmp_path):
-    task = built(name)
-    guesses = [token(letter) for letter in task.letters] if task.chance else range(1024)
-    assert task.chance == {"recall": 1 / 26, "mqar": 1 / 8, "tracking": 1 / 3}.get(name, 0)
-    settings = ("ctx=[128,256]", f"task={name}", "documents=16")
-    found = stub_evaluation(Reader(guesses), any_task_corpus(), tmp_path, *settings, L=32)
-    with found.running([]):
-        none, window = found.curve(NONE), found.curve(WINDOW)
-    assert [r.n for r in none.overall] == [128, 256] and len(none.rows) > 4
-    assert {r.accuracy for r in none.rows} == {1.0} and {h for r in none.rows for h in r.hits} == {1.0}
-    hits = [h for r in window.rows if r.distance for h in r.hits]
-    allowed = 4 * math.sqrt(max(task.chance, 0.01) / len(hits))
-    assert np.mean(hits) < task.chance + allowed
-    assert effective_context(none, task.threshold)[0] == 256 and effective_context(window, task.threshold)[0] == 0
+def test_a_hit_is_a_target_with_the_largest_logit():
+    logits = torch.tensor([[[2.0, 1.0, 0.0], [0.0, 1.0, 3.0], [9.0, 9.5, 9.0]]])
+    nats, hits = losses_and_hits(logits, targets := torch.tensor([[0, 1, 1]])).unbind(-1)
+    assert hits.tolist() == [[1, 0, 1]]
+    assert torch.allclose(nats, -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0])
 
 
 # ---- effective context ----
@@ -318,82 +265,6 @@ def test_the_interval_of_the_effective_context_is_over_examples():
 
 def test_curves_of_different_lengths_are_described_by_their_own(capsys):
     full, none = [1.0] * 10, [0.0] * 10
-    curves = [curve_of({128: none, 256: full}, "short"), curve_of({128: full, 256: full, 512: full}, "long")]
-    Accuracy(0.8).print_comparison(curves)
-    lines = capsys.readouterr().out.split("effective context")[1].splitlines()
-    assert [x.split() for x in lines[1:]] == [
-        ["short", "none", "<", "128", "[<", "128,", "<", "128]"],
-        ["long", "none", ">=", "512", "[>=", "512,", ">=", "512]"],
-    ]
-
-
-# ---- a trained run ----
-
-
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory, cache) -> Path:
-    """A folder with runs/rope, trained for 20 steps."""
-    return train_smoke_runs(tmp_path_factory.mktemp("smoke"), cache, ("name=rope", "steps=20", "optim.lr=5e-3"))
-
-
-@pytest.fixture
-def runs(smoke, monkeypatch) -> Path:
-    monkeypatch.chdir(smoke)
-    monkeypatch.setattr(sys, "argv", ["test"])
-    return smoke
-
-
-def rows_of(task: str, label: str) -> list[Row]:
-    """The rows of this task and label on the disk."""
-    found = [read_curve(file) for file in Path("runs/rope/eval").glob(f"{label}-*.jsonl")]
-    (curve,) = [c for c in found if c.first.task.split()[0] == task]
-    return curve.rows
-
-
-@pytest.mark.parametrize("name", WITH_ANSWER)
-def test_a_run_is_evaluated_printed_and_drawn(name, runs, capsys):
-    """And the accuracy is what the model says, computed here text by text."""
-    run_eval("run=rope", "ctx=[128]", f"task={name}", "documents=2", "dtype=float32")
-    out = capsys.readouterr().out
-    assert "accuracy of the answer in % [95 %]" in out and "n=128, by distance of the answer, tokens" in out
-    assert "effective context: the longest n up to which the accuracy is at least 80 %" in out
-    assert Path(f"runs/rope/eval/ctx128-{name}.png").read_bytes().startswith(b"\x89PNG")
-    run = Run.open("rope", runs="runs", cache=".cache")
-    task = tasks.build(yaml_values("task", name), run.corpus, 128, 2)
-    rows = {r.distance: r for r in rows_of(name, "none")}
-    assert list(rows) == [None, *task.distances(128)]
-    for piece in task.pieces(128):
-        logits = run.model(piece.tokens, change=NO_CHANGE)[:, -piece.targets.shape[1] :]
-        right = (logits.argmax(-1) == piece.targets)[:, piece.scored].float()
-        r = rows[piece.distance]
-        assert r.hits == pytest.approx(right.mean(dim=1).tolist(), abs=1e-4)
-        nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), piece.targets, reduction="none")
-        assert r.loss == pytest.approx(nats[:, piece.scored].mean().item(), rel=1e-4)
-    parts = [rows[d] for d in task.distances(128)]
-    assert rows[None].hits == pytest.approx(np.mean([r.hits for r in parts], axis=0), abs=1e-4)
-    assert rows[None].tokens == sum(r.tokens for r in parts)
-
-
-def test_compare_shows_the_accuracies_of_a_task(runs, capsys, monkeypatch):
-    run_eval("run=rope", "ctx=[64]", "documents=2", "task=prefix")
-    run_eval("run=rope", "ctx=[128]", "documents=2", "task=recall", "scaling=ntk")
-    capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["compare.py", "--task", "recall", "--threshold", "0.5", "--out", "acc.png"])
-    compare.main()
-    out = capsys.readouterr().out
-    assert "accuracy is at least 50 %" in out and "ntk" in out and "bits/byte" not in out
-    assert Path("runs/acc.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    "setting, message",
-    [
-        ("task.threshold=0", r"task\.threshold=0: must be above 0 and at most 1"),
-        ("task.queries=9", r"task\.queries=9: must be from 1 to 8"),
-        ("ctx=[64]", r"ctx=\[64\]: must be at least 128 with task=recall"),
-        ("by_position=true", "by_position=True: must be false: a task with an answer"),
-    ],
-)
-def test_wrong_settings_of_a_task_are_one_line(setting, message, runs):
-    with pytest.raises(UserError, match=message):
-        run_eval("run=rope", "ctx=[128]", "task=recall", "documents=2", setting)
+    Accuracy(0.8).print_comparison([curve_of({128: none, 256: full}), curve_of({128: full, 512: full}, "long")])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[-2:] == ["a none < 128 [< 128, < 128]", "long none >= 512 [>= 512, >= 512]"]

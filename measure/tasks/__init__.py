@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from conf.registry import build_from_knobs, load_kind
@@ -26,6 +27,11 @@ class Piece:
     def scored_targets(self) -> np.ndarray:
         """int64 [B, scored]"""
         return (self.targets if self.scored is None else self.targets[:, self.scored]).numpy()
+
+
+def stacked(cuts: list[np.ndarray]) -> Tensor:
+    """int64 [B, T], from texts of T tokens each."""
+    return torch.from_numpy(np.stack(cuts).astype(np.int64))
 
 
 class Task(Protocol):

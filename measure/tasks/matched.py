@@ -7,12 +7,11 @@ because its end is not typical: there, few tokens repeat anything further back t
 import itertools
 
 import numpy as np
-import torch
 
 from conf.errors import check
 from data.corpus import Document, HeldOut
 from data.held_out import long_documents
-from measure.tasks import Piece, Task
+from measure.tasks import Piece, Task, stacked
 
 NEAR = 2048  # tokens: up to this length all windows are scored, at longer ones `far_windows` of them
 COPIED = 0.5  # a window is moved if a larger share of its targets ends an 8-gram of the training text
@@ -67,7 +66,7 @@ class Matched(Task):
     def pieces(self, n: int) -> list[Piece]:
         ends = self.ends[:, self.windows(n)]
         cuts = [d.tokens[e - n - 1 : e] for d, row in zip(self.documents, ends, strict=True) for e in row]
-        text = torch.from_numpy(np.stack(cuts).astype(np.int64))  # [documents x windows, n + 1]
+        text = stacked(cuts)  # [documents x windows, n + 1]
         return [Piece(text[:, :-1], text[:, -self.scored_tokens :])]
 
     def describe(self) -> str:

@@ -5,6 +5,7 @@ training text taught the task, or if it has learned in general to use what occur
 """
 
 import functools
+import itertools
 import random
 import re
 import string
@@ -41,7 +42,7 @@ class PlacedAnswer(Task):
         # Letters that are one token after a space: of a corpus that teaches the task all, of others some
         one = [c for c in string.ascii_letters if len(corpus.encode(f"# {c}")) == len(corpus.encode("#")) + 1]
         self.capitals, self.letters = "".join(filter(str.isupper, one)), "".join(filter(str.islower, one))
-        self._pieces = functools.cache(self._make_pieces)
+        self.pieces = functools.cache(self.pieces)  # they are made only once
 
     def identity(self) -> str:
         return f"{super().identity()} {self.corpus.key} {[d.name for d in self.documents]}"
@@ -56,9 +57,6 @@ class PlacedAnswer(Task):
         return [d for d in planned if self.given < d <= n - self.asked]
 
     def pieces(self, n: int) -> list[Piece]:
-        return self._pieces(n)
-
-    def _make_pieces(self, n: int) -> list[Piece]:
         scored, pieces = torch.tensor(self.scored), []
         for distance in self.distances(n):
             seeds = range(len(self.names))  # the same text whatever the number of examples
@@ -78,14 +76,12 @@ class PlacedAnswer(Task):
         add: makes the text of a group of lines with other lines between them; None: only the lines.
         """
         lines = rng.choice(self.lines)
-        at = rng.randrange(len(lines))
+        following = itertools.islice(itertools.cycle(lines), rng.randrange(len(lines)), None)
 
         def next_tokens(count: int) -> list[int]:
-            nonlocal at
             tokens: list[int] = []
             while len(tokens) < count:
-                group = [lines[(at + i) % len(lines)] for i in range(16)]
-                at = (at + 16) % len(lines)
+                group = list(itertools.islice(following, 16))
                 tokens += self.corpus.encode(add(group) if add else "".join(f"{line}\n" for line in group))
             return tokens[len(tokens) - count :]
 

@@ -4,12 +4,9 @@ The mean contains the losses of early positions, which hide a failure at the end
 lengths.
 """
 
-import numpy as np
-import torch
-
 from data.corpus import HeldOut
 from data.held_out import long_documents
-from measure.tasks import Piece, Task
+from measure.tasks import Piece, Task, stacked
 
 
 class Prefix(Task):
@@ -18,7 +15,7 @@ class Prefix(Task):
     def __init__(self, corpus: HeldOut, ctx: int, documents: int):
         cuts = long_documents(corpus, ctx, documents)
         self.names = [d.name for d in cuts]
-        self.text = torch.from_numpy(np.stack([d.tokens[: ctx + 1] for d in cuts]).astype(np.int64))
+        self.text = stacked([d.tokens[: ctx + 1] for d in cuts])
 
     def pieces(self, n: int) -> list[Piece]:
         return [Piece(self.text[:, :n], self.text[:, 1 : n + 1])]

@@ -1,12 +1,9 @@
 """Sliding windows of n tokens: each of the ctx tokens is scored one time (Press et al. 2021, arXiv 2108.12409)."""
 
-import numpy as np
-import torch
-
 from conf.errors import check
 from data.corpus import HeldOut
 from data.held_out import long_documents
-from measure.tasks import Piece, Task
+from measure.tasks import Piece, Task, stacked
 
 
 class Sliding(Task):
@@ -15,7 +12,7 @@ class Sliding(Task):
         self.stride, self.label = stride, f"sliding stride={stride}"
         cuts = long_documents(corpus, ctx, documents)
         self.names = [d.name for d in cuts]
-        self.text = torch.from_numpy(np.stack([d.tokens[-ctx - 1 :] for d in cuts]).astype(np.int64))
+        self.text = stacked([d.tokens[-ctx - 1 :] for d in cuts])
 
     def pieces(self, n: int) -> list[Piece]:
         """The first window scores all of its tokens, each later one its last `stride` tokens: ctx targets together.
