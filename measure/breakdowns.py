@@ -24,8 +24,9 @@ import numpy as np
 from conf.errors import UserError, check
 from conf.schema import EvalConfig
 from data.held_out import ngram_hashes
-from measure.curves import Curve, Row, controls, losses_file, read_curve, write_jsonl
+from measure.curves import Curve, Row, losses_file, read_curve, write_jsonl
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
+from measure.gain import controls
 from measure.intervals import interval_text, mean_interval
 from measure.report import print_table
 from measure.tasks.matched import NEAR, Matched

@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -203,35 +203,6 @@ def _aligned(row: Row, reference: Row) -> Row:
     low, high = (x + loss - row.loss for x in (row.low, row.high))
     bits_per_byte = loss * reference.tokens / math.log(2) / reference.bytes
     return replace(row, loss=loss, low=low, high=high, ppl=math.exp(min(loss, 700)), bits_per_byte=bits_per_byte)
-
-
-def controls(curves: Collection[Curve]) -> dict[str, dict[int, Row]]:
-    """run -> n -> the row of the better control at this length, the bar that a method has to beat.
-
-    The two controls give the model as many tokens as it was trained on: `window` limits the attention of each query,
-    truncation the text. Truncation is no scaling at the longest trained length, on the same targets.
-    """
-    nones = {c.run: c.by_length() for c in curves if c.label == "none"}
-    windows = [c for c in curves if c.label == "window"]
-    return {c.run: {row.n: better_controls([row], nones)[0] for row in c.overall} for c in windows}
-
-
-def better_controls(windows: list[AnyRow], nones: Mapping[str, Mapping[int, AnyRow]]) -> list[AnyRow]:
-    """The better control of several seeds at one length: the same control for all, by the mean of their losses.
-
-    windows: the window control's row of each seed. nones: run -> n -> its row without scaling.
-    """
-    pairs = [(w, t) for w in windows if (t := nones.get(w.run, {}).get(w.longest_trained_ctx)) and comparable(w, t)]
-    if len(pairs) == len(windows) and np.mean([per_document_difference(w, t).mean() for w, t in pairs]) > 0:
-        return [t for _, t in pairs]
-    return windows
-
-
-def comparable(window: Row, truncated: Row) -> bool:
-    """Whether truncation is a control of this window: it has targets of the same texts, and fewer tokens."""
-    a, b = ((row.texts, row.targets_per_window) for row in (window, truncated))
-    shared = {*window.scored_windows} & {*truncated.scored_windows}
-    return a == b and bool(shared) and not window.hits and window.n > truncated.n
 
 
 def per_document_difference(a: Row, b: Row) -> np.ndarray:

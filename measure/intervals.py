@@ -1,4 +1,4 @@
-"""Intervals and tests: over the documents of one run, and over seeds and documents; the gain; how they are printed.
+"""Intervals and tests: over the documents of one run, and over seeds and documents; how they are printed.
 
 Inside one run: a bootstrap over documents, of paired differences where two curves are compared.
 
@@ -11,23 +11,13 @@ between trainings. A bootstrap over two or three seeds contains them, but too na
 seeds.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy import special
 
-from measure.curves import Row, better_controls, per_document_difference
-
 LEVEL = 0.95  # of all intervals
 MOST_SEEDS = 1000  # `seeds_needed` looks no further
-# The quantities of `over_seeds`
-PERPLEXITY, BITS, ACCURACY = "perplexity", "bits per byte", "accuracy, %"
-GAIN = "gain over the better control, nats per token"
-
-Value = Sequence[Any]  # mean, low and high of its 95 % interval, the value of each seed [seeds]
 
 
 def interval_text(mean: float, low: float, high: float, form: str = "+.3f") -> str:
@@ -54,19 +44,6 @@ def mean_interval(values: np.ndarray) -> tuple[float, float, float]:
     """(mean, low, high) of values [seeds, documents]: over documents for one seed, over both for several."""
     interval = bootstrap(values[0]) if len(values) == 1 else estimate(values).interval
     return float(values.mean()), *interval
-
-
-def difference(a: Row, b: Row) -> tuple[float, float, float]:
-    """(mean, low, high) of loss a - loss b in nats per token, on the windows that both rows have."""
-    return mean_interval(per_document_difference(a, b)[None])
-
-
-def gain(row: Row, control: Row) -> tuple[float, float, float]:
-    """(mean, low, high) of the control's loss minus this row's loss, nats per token. Positive if the method is better.
-
-    control: of `measure.curves.controls`, at the same length.
-    """
-    return difference(control, row)
 
 
 # ---- over several seeds: the analysis of variance ----
@@ -203,39 +180,3 @@ def q_values(p: list[float]) -> list[float]:
     from scipy import stats  # takes half a second
 
     return stats.false_discovery_control(p).tolist() if p else []
-
-
-# ---- one method with several seeds ----
-
-
-def run_without_seed(row: Row) -> str:
-    """`rope` for the run rope-s1 of seed 1, otherwise the name of the run."""
-    name, _, seed = row.run.rpartition("-s")
-    return name if name and seed == str(row.seed) else row.run
-
-
-def over_seeds(rows: list[Row], windows: list[Row], nones: list[Row]) -> dict[str, Value]:
-    """quantity -> its value for one method at one length, as far as the rows have it.
-
-    rows: one for each seed; with one, intervals are over documents. windows, nones: the rows of the window control and
-    without scaling, of the same runs and all lengths.
-    """
-    if all(row.hits for row in rows):
-        hits = 100 * np.array([row.hits for row in rows])  # [seeds, examples]
-        return {ACCURACY: (*mean_interval(hits), hits.mean(axis=1))}
-    losses = np.array([row.loss for row in rows])
-    mean, low, high = losses.mean(), rows[0].low, rows[0].high
-    if len(rows) > 1:
-        common = sorted(set.intersection(*({*row.scored_windows} for row in rows)))
-        unaligned, *ends = mean_interval(np.stack([row.document_losses(common) for row in rows]))
-        low, high = (mean + end - unaligned for end in ends)
-    found: dict[str, Value] = {PERPLEXITY: [np.exp(np.minimum(x, 700)) for x in (mean, low, high, losses)]}
-    if math.isfinite(bits := rows[0].bits_per_byte / rows[0].loss):  # the same for all losses on these targets
-        found[BITS] = [bits * x for x in (mean, low, high, losses)]
-    window = {row.run: row for row in windows if row.n == rows[0].n}
-    if all(row.run in window for row in rows):
-        truncated = {row.run: {row.n: row} for row in nones if row.n == row.longest_trained_ctx}
-        controls = better_controls([window[row.run] for row in rows], truncated)
-        gains = np.stack([per_document_difference(a, b) for a, b in zip(controls, rows, strict=True)])
-        found[GAIN] = (*mean_interval(gains), gains.mean(axis=1))  # of [seeds, documents]
-    return found

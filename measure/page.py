@@ -15,7 +15,8 @@ import numpy as np
 from conf.errors import UserError
 from engine.files import write_atomically
 from measure.curves import Curve, Row
-from measure.intervals import BITS, PERPLEXITY, Value, interval_text, over_seeds, run_without_seed
+from measure.gain import BITS, PERPLEXITY, Value, over_seeds, run_without_seed
+from measure.intervals import interval_text
 from measure.plots import NAMES, color_of
 
 LOGARITHMIC = (PERPLEXITY, BITS)

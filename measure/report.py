@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from measure import plots
-from measure.curves import Curve, Row, controls
-from measure.intervals import difference, gain, interval_text, mean_interval
+from measure.curves import Curve, Row
+from measure.gain import controls, difference, gain
+from measure.intervals import interval_text, mean_interval
 
 MARK = ""  # head of the column that has a t where the better control is truncation
 NO_LENGTH = 0  # the effective context of a method that is below the threshold at the shortest length

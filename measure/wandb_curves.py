@@ -15,9 +15,10 @@ import numpy as np
 
 from engine.run import Run
 from engine.wandb_log import Log, new_id, run_config, weights_artifact
-from measure.curves import Curve, Row, controls
+from measure.curves import Curve, Row
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
-from measure.intervals import difference, gain, mean_interval
+from measure.gain import controls, difference, gain
+from measure.intervals import mean_interval
 from measure.report import effective_context
 from measure.tasks import Task
 

@@ -20,8 +20,8 @@ import numpy as np
 from conf.errors import UserError
 from conf.registry import ROOT
 from engine.files import write_atomically
-from measure.curves import Row, better_controls
-from measure.intervals import run_without_seed
+from measure.curves import Row
+from measure.gain import better_controls, run_without_seed
 
 BAR = "bar"  # as the label of a method: the better of the two controls
 MATRIX = (ROOT / "results/matrix.jsonl", ROOT / "results/matrix-last64.jsonl")

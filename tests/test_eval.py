@@ -27,9 +27,10 @@ from engine import checkpoint
 from engine.run import Run
 from measure import curves, tasks
 from measure.breakdowns import position_rows
-from measure.curves import Curve, Row, better_controls, controls, losses_file, read_curve, select_shared
+from measure.curves import Curve, Row, losses_file, read_curve, select_shared
 from measure.evaluation import NONE, WINDOW, Evaluation, Method, requested_method
-from measure.intervals import bootstrap, difference, gain
+from measure.gain import better_controls, controls, difference, gain
+from measure.intervals import bootstrap
 from measure.report import Losses
 from measure.tasks import Piece, Task
 from measure.tasks.matched import NEAR, Matched

@@ -13,9 +13,10 @@ from conf.registry import yaml_values
 from data.held_out import NGRAM, find_copies
 from measure import breakdowns
 from measure.breakdowns import Breakdowns, Groups, antecedent_groups, antecedents, group_rows
-from measure.curves import Curve, add_rows, controls
+from measure.curves import Curve, add_rows
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
-from measure.intervals import bootstrap, gain
+from measure.gain import controls, gain
+from measure.intervals import bootstrap
 from model.scaling import ContextChange
 from tests.helpers import StubModel, eval_settings, held_out, line_of, stub_evaluation
 

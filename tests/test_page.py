@@ -10,8 +10,8 @@ import pytest
 
 import compare
 from measure import page, plots
-from measure.curves import Curve, better_controls, controls, write_jsonl
-from measure.intervals import ACCURACY, BITS, GAIN, PERPLEXITY, Value, gain, run_without_seed
+from measure.curves import Curve, write_jsonl
+from measure.gain import ACCURACY, BITS, GAIN, PERPLEXITY, Value, better_controls, controls, gain, run_without_seed
 from studies import figures, tables
 from studies.rows import MATRIX, read_rows
 from tests.helpers import curve_of, error_of, import_or_skip

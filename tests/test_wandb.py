@@ -18,9 +18,9 @@ import wandb
 from conf.schema import flatten
 from engine import checkpoint, wandb_log
 from engine.run import Run
-from measure.curves import controls, read_curve, select_shared
+from measure.curves import read_curve, select_shared
 from measure.evaluation import Evaluation, requested_method
-from measure.intervals import gain
+from measure.gain import controls, gain
 from measure.wandb_curves import curve_config, curve_name, longest_not_worse
 from tests.helpers import command, curve_of, eval_settings, run_eval, run_train, train_smoke_runs
 
