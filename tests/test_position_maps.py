@@ -8,10 +8,9 @@ import math
 import pytest
 import torch
 
-from conf.errors import UserError
 from model import attention, gpt
 from model.regions import Clipped
-from model.scaling import ContextChange, NotApplicable, TrainedContext, resolve
+from model.scaling import ContextChange, TrainedContext, resolve
 from model.scaling.dual_chunk import Chunks
 from model.scaling.self_extend import Grouped
 from model.spectrum import frequencies
@@ -57,16 +56,6 @@ CASES = [
     *((Grouped(w, g), self_extend(w, g)) for w, g in ((6, 3), (6, 4), (5, 1), (1, 2), (30, 3))),
     *((Chunks(s, c), dual_chunk(s, c)) for s, c in ((5, 7), (8, 8), (6, 30), (1, 1), (24, 24))),
 ]
-
-
-def attention_output(model: gpt.GPT, tokens: torch.Tensor, change: ContextChange) -> torch.Tensor:
-    """What the first layer's attention hands to its output projection, [T, H * D]."""
-    seen = []
-    handle = model.blocks[0].attention.out.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    with torch.no_grad():
-        model(tokens, change=change)
-    handle.remove()
-    return seen[0][0]
 
 
 def dense(model: gpt.GPT, tokens: torch.Tensor, relative: torch.Tensor) -> torch.Tensor:
@@ -129,18 +118,3 @@ def test_maps_are_equal_if_they_change_the_same():
     assert ContextChange(position_map=Grouped(4, 2)).effect(4, run) == ContextChange().effect(4, run)
     assert ContextChange(position_map=Chunks(4, 5)).effect(9, run) != ContextChange().effect(9, run)
     assert ContextChange(window=5, position_map=Chunks(4, 5)).reach(100, 1, 2) == 100
-
-
-@pytest.mark.parametrize("knobs, message", [
-    ({"kind": "self_extend", "size": 65}, r"scaling\.size=65: must be between 1 and the trained context, 64"),
-    ({"kind": "self_extend", "group": 0}, r"scaling\.group=0: must be auto or a whole number of at least 1"),
-    ({"kind": "self_extend", "group": "some"}, r"scaling\.group=some: must be auto or a whole number"),
-    ({"kind": "dual_chunk", "size": 0}, r"scaling\.size=0: must be between 1 and the trained context, 64"),
-    ({"kind": "dual_chunk", "size": 8, "local": 8}, r"scaling\.local=8: must be at least 0 and less than size=8"),
-])  # fmt: skip
-def test_knobs_out_of_range_are_refused(knobs, message):
-    trained = TrainedContext("rope", 64, torch.ones(4, dtype=torch.float64))
-    with pytest.raises(UserError, match=message):
-        resolve(knobs, trained, 128, 128)
-    with pytest.raises(NotApplicable, match="group=auto needs size below"):
-        resolve({"kind": "self_extend", "size": 64}, trained, 128, 128)
