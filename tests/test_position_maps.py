@@ -3,18 +3,16 @@
 tests/test_upstream.py compares with outputs of the authors' code.
 """
 
-import math
-
 import pytest
 import torch
 
-from model import attention, gpt
+from model import attention
 from model.regions import Clipped
 from model.scaling import ContextChange, TrainedContext, resolve
 from model.scaling.dual_chunk import Chunks
 from model.scaling.self_extend import Grouped
 from model.spectrum import frequencies
-from tests.helpers import model_of, random_tokens, yaml_values
+from tests.helpers import attention_output, dense, model_of, random_tokens, rotated_scores, yaml_values
 
 T = 24
 
@@ -58,30 +56,19 @@ CASES = [
 ]
 
 
-def dense(model: gpt.GPT, tokens: torch.Tensor, relative: torch.Tensor) -> torch.Tensor:
-    """The same with every pair's relative position given, in float64."""
-    block = model.blocks[0]
-    q, k, v = block.attention.qkv(block.norm1(model.tokens(tokens)))[0].unflatten(-1, (-1, 16)).split(4, dim=1)
-    angle = relative[..., None] * model.pos.inv_freq  # [T, T, P]
-    q, k = (torch.complex(t[..., :8], t[..., 8:]) for t in (q, k))  # [T, H, P]
-    scores = torch.einsum("qhi,khi,qki->hqk", q, k.conj(), torch.polar(torch.ones_like(angle), angle)).real / 4
-    scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
-
-
 @pytest.mark.parametrize("block", [7, 512])
 @pytest.mark.parametrize("position_map, relative", CASES, ids=lambda x: "" if isinstance(x, torch.Tensor) else str(x))
 def test_every_pair_has_the_published_relative_position(position_map, relative, block, monkeypatch):
     monkeypatch.setattr(attention, "QUERY_BLOCK", block)
     model, tokens = model_of("rope"), random_tokens(1, T)
     got = attention_output(model, tokens, ContextChange(position_map=position_map))
-    with torch.no_grad():
-        assert (got - dense(model, tokens, relative)).abs().max() < 1e-5
-        plain = dense(model, tokens, (torch.arange(T)[:, None] - torch.arange(T)).double())
+    distance = (torch.arange(T)[:, None] - torch.arange(T)).double()
+    want, plain = (dense(model, tokens, rotated_scores(model.pos.inv_freq, r)) for r in (relative, distance))
+    assert (got - want).abs().max() < 1e-5
     # Equal to plain RoPE exactly up to the length that the map says
     n = min(position_map.unchanged_up_to, T)
     assert (got - plain)[:n].abs().max() < 1e-5
-    changed = (relative - torch.arange(T)[:, None] + torch.arange(T)).tril().abs().sum() > 0
+    changed = (relative - distance).tril().abs().sum() > 0
     assert ((got - plain).abs().max() > 1e-2) == changed
 
 
