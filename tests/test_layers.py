@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +13,12 @@ from conf.errors import UserError
 from conf.layer_schedule import repeat_pattern
 from conf.registry import choices, yaml_values
 from conf.schema import from_dict
-from engine.run import Run
 from hf.weights import LLAMA as LLAMA_WEIGHTS, from_ours
-from hf.write import write_checkpoint
 from model import gpt
 from model.decode import Decoder, same_change
 from model.layer_schedule import ScheduledEncodings
 from model.scaling import NO_CHANGE, ContextChange, NotApplicable, TrainedContext, override, resolve
-from tests.helpers import SMALL, import_or_skip, model_of, random_tokens, run_eval, run_train, train_settings
+from tests.helpers import SMALL, import_or_skip, model_of, random_tokens, train_settings
 
 L = 32  # of model_of
 SCHEDULES = [name for name in choices("layers") if name != "uniform"]
@@ -376,20 +373,3 @@ def test_windows_are_fractions_of_ctx_or_tokens_and_the_description_names_change
     for name in SCHEDULES:
         assert f", layers={name} (" in gpt.describe_encoding(train_settings(f"layers={name}"))
     assert train_settings("layers=swan", "exp=smoke").name == "rope-smoke-swan"
-
-
-# ---- commands ----
-
-
-def test_a_run_with_a_schedule_is_trained_evaluated_and_resumed(here, capsys, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    for line in ("pos=rope, layers=swan (GL)", "already trained"):
-        run_train("layers=swan", "steps=2", "name=x")
-        assert line in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"layers\.L\.window=16 \(the run has 32\)"):
-        run_train("layers=swan", "layers.L.window=0.25", "steps=2", "name=x")
-    run_eval("run=x", "ctx=128", "scaling=logn", "documents=3")
-    assert "layers=swan (GL) G.pos=none, L.window=32, L.scaled=False, trained at ctx 64" in capsys.readouterr().out
-    run = Run.open("x", runs="runs", cache=".cache")
-    with pytest.raises(UserError, match=r"model\.mlp=gelu: cannot be exported; "):
-        write_checkpoint(run, Path("out"))
