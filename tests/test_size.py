@@ -22,7 +22,7 @@ BUDGETS = {
     "studies": 1500,
     "bench": 455,
     "product": 8500,
-    "tests": 8500,
+    "tests": 8010,
 }
 AIMS = BUDGETS | {
     **{"conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100},
