@@ -120,6 +120,32 @@ def attention_output(model: gpt.GPT, tokens: torch.Tensor, change: ContextChange
     return seen[0][0].detach()
 
 
+Scores = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@torch.no_grad()
+def dense(model: gpt.GPT, x: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """One layer's attention output with scores(q, k) [H, T, T] given in full, as an independent reference."""
+    block = model.blocks[0]
+    h = block.norm1(model.tokens(x))
+    q, k, v = block.attention.qkv(h).unflatten(-1, (-1, 16)).split(4, dim=2)
+    s = scores(q[0].transpose(0, 1), k[0].transpose(0, 1)) / 4
+    T = x.shape[1]
+    s = s.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
+    return (s.softmax(-1) @ v[0].transpose(0, 1)).transpose(0, 1).flatten(1)
+
+
+def rotated_scores(inv_freq: torch.Tensor, relative: torch.Tensor) -> Scores:
+    """q . R(relative) k for any matrix of relative positions, which may be fractions, in float64."""
+
+    def scores(q, k):
+        angle = relative[..., None] * inv_freq
+        q, k = (torch.view_as_complex(t.unflatten(-1, (2, 8)).transpose(-1, -2).contiguous()) for t in (q, k))
+        return torch.einsum("hqi,hki,qki->hqk", q, k.conj(), torch.polar(torch.ones_like(angle), angle)).real
+
+    return scores
+
+
 def compile_for(monkeypatch: pytest.MonkeyPatch, model: gpt.GPT, backend="inductor", fallback: bool = False) -> None:
     """Compile a model as training does, until the end of the test. Without the fallback an error is raised."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))

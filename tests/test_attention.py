@@ -2,17 +2,26 @@
 
 import itertools
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from model import attention, gpt, masks
+from model import attention, masks
 from model.attention import Heads, attend_blocks
 from model.regions import Clipped
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
-from tests.helpers import UNLIMITED, attention_output, choices, encoding_of, model_of, more_positions, random_tokens
+from tests.helpers import (
+    UNLIMITED,
+    attention_output,
+    choices,
+    dense,
+    encoding_of,
+    model_of,
+    more_positions,
+    random_tokens,
+    rotated_scores,
+)
 
 # ---- every encoding, with and without a window ----
 
@@ -121,31 +130,6 @@ def test_alibi_without_a_mask_equals_alibi_with_one(dtype, tolerance):
 
 
 # ---- scaling methods that change scores ----
-
-
-Scores = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def dense(model: gpt.GPT, x: torch.Tensor, scores: Scores) -> torch.Tensor:
-    """One layer's attention output with scores(q, k) [H, T, T] given in full, as an independent reference."""
-    block = model.blocks[0]
-    h = block.norm1(model.tokens(x))
-    q, k, v = block.attention.qkv(h).unflatten(-1, (-1, 16)).split(4, dim=2)
-    s = scores(q[0].transpose(0, 1), k[0].transpose(0, 1)) / 4
-    T = x.shape[1]
-    s = s.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
-    return (s.softmax(-1) @ v[0].transpose(0, 1)).transpose(0, 1).flatten(1)
-
-
-def rotated_scores(inv_freq: torch.Tensor, relative: torch.Tensor) -> Scores:
-    """q . R(relative) k for any matrix of relative positions, which may be fractions, in float64."""
-
-    def scores(q, k):
-        angle = relative[..., None] * inv_freq
-        q, k = (torch.view_as_complex(t.unflatten(-1, (2, 8)).transpose(-1, -2).contiguous()) for t in (q, k))
-        return torch.einsum("hqi,hki,qki->hqk", q, k.conj(), torch.polar(torch.ones_like(angle), angle)).real
-
-    return scores
 
 
 @pytest.mark.parametrize("block", [7, 512])

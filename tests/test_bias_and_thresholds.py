@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from conf.errors import UserError
 from engine.checkpoint import load, restore
 from engine.optimizer import make_optimizer
 from model import attention, gpt, spectrum
@@ -151,10 +150,3 @@ def test_yarn_scaled_divides_the_pairs_at_any_context_as_yarn_does_in_llama_2(L)
     ours = kept_and_interpolated("yarn_scaled", rope(L, 128))
     assert ours == kept_and_interpolated("yarn", rope(4096, 128)) == (21, 18)
     assert L == 4096 or kept_and_interpolated("yarn", rope(L, 128))[0] < 6
-
-
-def test_refused():
-    with pytest.raises(UserError, match=r"scaling\.reference_ctx=0: must be at least 1"):
-        resolve({"kind": "yarn_scaled", "factor": 2.0, "reference_ctx": 0}, rope(), 512, 512)
-    with pytest.raises(UserError, match=r"pos\.lr_factor=0: must be above 0"):
-        encoding_of("t5_bias", "pos.lr_factor=0")

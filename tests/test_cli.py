@@ -15,10 +15,10 @@ import compare
 import eval as evaluation
 import sample
 import train
+from conf import cli
 from conf.errors import UserError
 from conf.registry import build_from_knobs, choices, describe, load_kind, yaml_name, yaml_values
 from conf.schema import EvalConfig, SampleConfig, TrainConfig, from_dict
-from engine import progress
 from engine.run import default_ctx, newest_run
 from model import gpt
 from tests.helpers import (
@@ -35,6 +35,7 @@ from tests.helpers import (
 )
 
 MAINS: dict[str, Callable[[], None]] = {"train": train.main, "eval": evaluation.main, "sample": sample.main}
+CALLS = {"train": train.train, "eval": evaluation.evaluate, "sample": sample.sample}
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,17 @@ REFUSED = {
         pos=learned pos.max_positions=32 | pos=xpos pos.gamma=0 | pos=t5_bias pos.buckets=1
         pos=t5_bias pos.max_distance=9 | batch_tokens=10000000 ctx=10000000 | shard=true -> shard=True
         positions=random pos=learned -> longest=512
+        pos=rope_partial pos.rotary_fraction=0 | pos=rope_partial pos.rotary_fraction=1.5
+        pos=rope_partial pos.rotary_fraction=0.01 | pos=sinusoidal model.width=63 model.n_heads=7 -> model.width=63
+        pos=cope pos.positions=1 | pos=fire pos.hidden=0 | pos=fire pos.context=0 | pos=fox pos.base=0.5
+        pos=t5_bias pos.lr_factor=0 | attention=linear layers=olmo3 -> attention=linear
+        layers=olmo3 layers.pattern=LX | layers=olmo3 layers.pattern=[L,G] -> layers.pattern=['L', 'G']
+        layers=olmo3 layers.last=Q | layers=olmo3 layers.L=3 | layers=olmo3 +layers.L.windows=3 -> layers.L:
+        layers=olmo3 layers.L.window=0 | layers=olmo3 layers.L.window=1.5 | layers=olmo3 layers.L.window=wide
+        layers=olmo3 layers.G.sinks=2 | layers=olmo3 layers.L.scaled=3 | layers=olmo3 layers.L.base=0.5
+        layers=olmo3 layers.G.base=500 pos=alibi -> layers.G.base=500
+        layers=olmo3 layers.L.pos=ropes | layers=olmo3 layers.L.pos=learned
+        layers=olmo3 layers.L.pos=alibi layers.G.pos=none -> pos=rope
     """,
     "eval": """
         ctx=-5 | ctx=[64,x] -> ctx=[64, 'x'] | ctx=32 | multiples=[inf] | documents=0 | exp=nothing
@@ -98,6 +110,9 @@ REFUSED = {
         scaling=window scaling.size=0 | scaling=window_sink scaling.sinks=64 | scaling=dynamic_hf scaling.hf_factor=0
         scaling=yarn scaling.beta_fast=1 | scaling=self_extend scaling.group=x | scaling=dual_chunk scaling.local=99
         scaling=ntk_by_parts scaling.alpha=40 -> scaling.beta=32.0
+        scaling=self_extend scaling.size=65 | scaling=self_extend scaling.group=0 | scaling=dual_chunk scaling.size=0
+        scaling=self_extend scaling.size=64 run=x -> scaling=self_extend is not applicable: group=auto
+        scaling=yarn_scaled scaling.reference_ctx=0
         scaling=llama3 scaling.low_freq_factor=5 -> scaling.high_freq_factor=4.0 | scaling=ntk plus=pi run=x -> plus:
     """,
     "sample": "temperature=-1 -> temperature=-1.0 | temperature=1e-300 | tokens=0 | decode=fast | run=nobody",
@@ -112,8 +127,12 @@ def test_a_mistake_is_one_line_that_names_the_setting_and_writes_no_run(config, 
     argv = arguments.split()
     before = ["exp=smoke", *([] if "name=" in arguments else ["name=new"])] if config == "train" else []
     monkeypatch.chdir(one_run)
-    assert error_of(MAINS[config], [*before, *argv], monkeypatch).startswith(f"error: {named or argv[-1].lstrip('+')}")
-    assert [path.parent.name for path in Path("runs").glob("*/ckpt.pt")] == ["x"] and not Path("outputs").exists()
+
+    def run() -> None:
+        CALLS[config](cli.checked(config, cli.compose(config, *before, *argv)))
+
+    assert line_of(run).startswith(named or argv[-1].lstrip("+"))
+    assert [path.parent.name for path in Path("runs").glob("*/ckpt.pt")] == ["x"]
 
 
 @pytest.mark.parametrize(
@@ -247,19 +266,7 @@ def test_the_default_length_of_an_evaluation_follows_the_trained_one(settings, c
     assert default_ctx(cfg, gpt.build_encoding(cfg)) == ctx and eval_settings().ctx is None
 
 
-# ---- the bar, and the lines at the start and the end ----
-
-
-def test_the_bar_in_a_log_file_is_a_line_each_time(capsys, monkeypatch):
-    with progress.progress_bar(10, "step {n_fmt} of {total_fmt}") as bar:
-        monkeypatch.setattr(bar, "mininterval", 0)
-        for _ in range(2):
-            point = {"loss": 3.1234, "tokens_per_s": 2000.0, "mfu": 0.41}
-            bar.set_postfix_str(train.describe_point(point, tokens_left=240_000), refresh=False)
-            bar.update(5)
-    first, *_, last = capsys.readouterr().err.splitlines()
-    assert first == "0% step 0 of 10"
-    assert last == "100% step 10 of 10, loss 3.123, 2,000 tokens/s, MFU 41.0%, 0:02:00 left"
+# ---- the lines at the end ----
 
 
 def test_the_next_line_can_be_pasted_and_an_untrained_model_gets_no_verdict(here, capsys):

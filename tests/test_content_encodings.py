@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conf.errors import UserError
 from engine import checkpoint
 from engine.device import store_in_bfloat16
 from model import attention, gpt, masks
@@ -420,15 +419,3 @@ def test_weights_in_bfloat16_leave_the_encoding_in_float32(pos):
         assert low or torch.equal(x, want[name])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert model(torch.arange(20)[None]).isfinite().all()
-
-
-@pytest.mark.parametrize("pos, setting, message", [
-    ("cope", "pos.positions=1", "pos.positions=1: must be at least 2"),
-    ("fire", "pos.hidden=0", "pos.hidden=0: must be at least 1"),
-    ("fire", "pos.context=0", "pos.context=0: must be above 0"),
-    ("fox", "pos.base=0.5", "pos.base=0.5: must be at least 1"),
-    *((pos, "attention=linear", f"attention=linear: has no scores that pos={pos} could change") for pos in CONTENT),
-])  # fmt: skip
-def test_refused_settings(pos, setting, message):
-    with pytest.raises(UserError, match=message):
-        encoding_of(pos, setting)

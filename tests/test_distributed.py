@@ -15,27 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import counters
 
 import train
 from engine import checkpoint, device as devices, distributed
 from engine.compile import compile_blocks, recompute_blocks
 from model import attention, gpt
-from tests.helpers import (
-    ROOT,
-    SMALL,
-    compile_for,
-    line_of,
-    run_command,
-    run_eval,
-    run_train,
-    start,
-    train_settings,
-    wait_until,
-)
+from tests.helpers import ROOT, SMALL, line_of, run_command, run_eval, run_train, start, train_settings, wait_until
 
-STEPS = 120
-SETTINGS = ("exp=smoke", f"steps={STEPS}", "dtype=float32", "save_every=10", "val_every=40", "log_every=1")
+STEPS = 60
+# Both kinds of layers, and every kind of parameter that autocast leaves in float32
+SETTINGS = ("exp=smoke", "pos=fox", "layers=swan", "model.qk_norm=true", "model.qk_norm_weight=true",
+            f"steps={STEPS}", "micro_tokens=128", "dtype=float32", "save_every=10", "val_every=30",
+            "log_every=1")  # fmt: skip
 
 
 def torchrun(script: str, *args: str, **env: str) -> subprocess.Popen:
@@ -68,10 +59,18 @@ def largest_difference(a: dict, b: dict) -> float:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, cache) -> Path:
-    """A folder with runs/alone, trained by one process, and what it wrote to stderr."""
+    """A folder with runs/alone, trained by one process, what it wrote to stderr, and runs/begun, its first 10 steps."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / ".cache").symlink_to(cache)
+    save = checkpoint.save
+
+    def save_and_keep_the_first(run: Path, state: dict) -> None:
+        save(run, state)
+        if state["step"] == 10:
+            shutil.copytree(run, "runs/begun")
+
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "save", save_and_keep_the_first)
         _, _, err = run_command(train.main, [*SETTINGS, "name=alone"], patch)
     (folder / "stderr").write_text(err)
     return folder
@@ -85,8 +84,8 @@ def assert_same_run(folder: str, alone: Path) -> None:
 
 @pytest.mark.distributed
 def test_two_processes_train_as_one_does(here, alone):
-    """Also with accumulation: 4 rows each, 2 at a time, where one process has all 8 at once."""
-    out, err = finish(torchrun("train.py", *SETTINGS, "name=two", "micro_tokens=128"))
+    """With accumulation: each adds up 2 micro-batches of 2 rows, where one process has 4."""
+    out, err = finish(torchrun("train.py", *SETTINGS, "name=two"))
     assert_same_run("runs/two", alone)
     assert last_loss(err) == pytest.approx(last_loss((alone / "stderr").read_text()), abs=0.0011)  # of 3 decimals
     assert out.count("trained runs/two") == 1 and "on cpu, 2 processes" in out
@@ -94,42 +93,41 @@ def test_two_processes_train_as_one_does(here, alone):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_job_that_is_stopped_or_loses_a_process_is_resumed_by_one(number, here, alone):
-    """At SIGTERM to torchrun all processes stop after the same step. A killed one ends the job."""
+def test_a_job_that_loses_a_process_ends_and_is_resumed_by_one(here, alone):
     process = torchrun("train.py", *SETTINGS, "name=x")
     wait_until(Path("runs/x/ckpt.pt").exists)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     (second,) = [int(c) for c in children if b"\0RANK=1\0" in Path(f"/proc/{c}/environ").read_bytes()]
-    os.kill(process.pid if number == signal.SIGTERM else second, number)
+    os.kill(second, signal.SIGKILL)
     out, _ = finish(process, code=None)
-    step = checkpoint.load(Path("runs/x"))["step"]
-    assert 10 <= step < STEPS and "trained" not in out
-    assert number == signal.SIGKILL or f"stopped: runs/x is saved at step {step} of {STEPS}" in out
+    assert 10 <= checkpoint.load(Path("runs/x"))["step"] < STEPS and "trained" not in out
     run_train(*SETTINGS[1:], "name=x")
     assert_same_run("runs/x", alone)
 
 
 @pytest.mark.distributed
-def test_a_sharded_run_is_the_same_run_and_ends_in_one_portable_file(here, alone):
-    """Stopped and resumed, by two processes or by one: ckpt.pt is the same file as that of one process."""
-    process = torchrun("train.py", *SETTINGS, "name=x", "shard=true")
-    wait_until(Path("runs/x/ckpt.pt").exists)
+def test_a_sharded_run_is_the_same_run_in_one_portable_file(here, alone):
+    """Begun by one process, continued by two until SIGTERM, and ended by one.
+
+    At SIGTERM to torchrun all processes stop after the same step.
+    """
+    shutil.copytree(alone / "runs/begun", "runs/x")
+    begun = Path("runs/x/ckpt.pt").stat().st_mtime_ns
+    process = torchrun("train.py", *SETTINGS, "name=x", "shard=true", "recompute=true")
+    wait_until(lambda: Path("runs/x/ckpt.pt").stat().st_mtime_ns > begun)
     process.send_signal(signal.SIGTERM)
-    assert "stopped: runs/x is saved at step" in finish(process, code=None)[0]
+    out, _ = finish(process, code=None)
     step = checkpoint.load(Path("runs/x"))["step"]
-    shutil.copytree("runs/x", "alone/x")
-    run_train(*SETTINGS[1:], "name=x", "runs=alone")
-    out, _ = finish(torchrun("train.py", *SETTINGS, "name=x", "shard=true"))
-    assert f"resumed at step {step}" in out
-    for folder in ("runs/x", "alone/x"):
-        assert_same_run(folder, alone)
+    assert "resumed at step 10" in out and f"stopped: runs/x is saved at step {step} of {STEPS}" in out
+    assert 20 <= step < STEPS
+    run_train(*SETTINGS[1:], "name=x")
+    assert_same_run("runs/x", alone)
 
 
 @pytest.mark.distributed
 def test_an_evaluation_is_the_same_to_the_bit(here, alone):
     """9 documents, which 2 processes cannot halve, and at the longer lengths several passes, so that both have some."""
-    settings = ("run=alone", "ctx=2048", "documents=9", "scaling=yarn", "by_position=true", "task=sliding")
+    settings = ("run=alone", "ctx=512", "documents=9", "scaling=logn", "by_position=true", "task=sliding")
     (here / "runs").symlink_to(alone / "runs")
 
     def measured() -> list[dict]:
@@ -148,18 +146,6 @@ def differences(a: str, b: str) -> tuple[float, float]:
     pairs = [(x, two["model"][k]) for k, x in one["model"].items() if x.dim() == 2]
     weights = [((x - y).norm() / x.norm()).item() for x, y in pairs]
     return abs(one["validation"]["loss"] - two["validation"]["loss"]), max(weights)
-
-
-@pytest.mark.distributed
-def test_a_sharded_run_in_bfloat16_is_the_same_run_to_rounding(here):
-    """Both kinds of layers, and every kind of parameter that autocast leaves in float32; recomputed, in 2 batches."""
-    norms = ("model.qk_norm=true", "model.qk_norm_weight=true", "optim.lr=5e-3", "optim.warmup=2")
-    settings = ("steps=10", "dtype=bfloat16", "pos=fox", "layers=swan", *norms)
-    run_train(*settings, "name=one")
-    more = ("name=sharded", "shard=true", "micro_tokens=128", "recompute=true")
-    finish(torchrun("train.py", "exp=smoke", *settings, *more))
-    loss, weight = differences("one", "sharded")
-    assert loss < 2e-4 and 0 < weight < 0.02
 
 
 @pytest.mark.slow
@@ -247,20 +233,6 @@ def test_the_code_that_is_compiled_is_inside_of_the_checkpoint(recompute, monkey
     compile_blocks(model)
     gradients(model)
     assert ran == [*blocks, loss, *(reversed(blocks) if recompute else ())]
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_recomputed_blocks_can_be_compiled(recompute, monkeypatch):
-    """As on a GPU by default; aot_eager traces as Inductor does, and compiles in a second."""
-    model = gpt.build(train_settings("pos=rope", *SMALL), 50)
-    want = gradients(model)
-    if recompute:
-        recompute_blocks(model)
-    compile_for(monkeypatch, model, "aot_eager")
-    counters.clear()
-    got = gradients(model)
-    assert counters["stats"]["unique_graphs"] == 2  # of a block and the loss
-    assert all((a - b).abs().max() < 1e-6 for a, b in zip(got, want, strict=True))
 
 
 # ---- what each process does, without the others ----

@@ -11,16 +11,16 @@ from conf.errors import UserError
 from engine.run import Run
 from model import spectrum
 from model.layer_schedule import ScheduledEncodings
-from tests.helpers import run_eval, run_train, train_settings, train_smoke_runs
+from tests.helpers import line_of, run_eval, run_train, train_smoke_runs
 
 FROZEN = ("steps=1", "optim.lr=1e-12", "optim.warmup=0")  # keeps the weights
 
 
 @pytest.fixture(scope="module")
 def parents(tmp_path_factory, cache):
-    """Runs of one step each: rope in both layouts, t5 and rope with a layer schedule."""
+    """Runs of one step each: rope in both layouts, t5, learned positions and rope with a layer schedule."""
     runs = [("pos=rope", "name=rope"), ("pos=t5_bias", "name=t5"), ("layers=olmo3", "name=olmo3"),
-            ("pos=rope_interleaved", "name=interleaved")]  # fmt: skip
+            ("pos=rope_interleaved", "name=interleaved"), ("pos=learned", "name=learned")]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "disabled")
         return train_smoke_runs(tmp_path_factory.mktemp("parents"), cache, *[("steps=1", *run) for run in runs])
@@ -135,17 +135,12 @@ def test_parameters_of_an_encoding_are_dropped_kept_or_new(changed, overrides, k
         (["init=t5", "pos.base=500000"], r"pos: got an unexpected keyword argument 'base'; there are buckets"),
         (["init=rope", "model.width=32"], r"init=rope: model\.width=32 cannot be chosen, it comes from that run"),
         (["init=rope", "pos=none", "scaling=yarn"], r"scaling=yarn is not applicable: .*pos=none has none"),
+        (["init=rope", "data=text"], r"init=rope: data=text cannot be chosen"),
+        (["init=learned", "ctx=128"], r"pos\.max_positions=64: must be at least ctx=128"),
     ],
 )
 def test_what_is_refused(there, overrides, message):
     with pytest.raises(UserError, match=message):
         run_train(*overrides, "name=refused")
+    assert "name=rope: must be another name" in line_of(run_train, "init=rope", "name=rope")
     assert not Path("runs/refused").exists()
-
-
-def test_names_say_what_was_changed():
-    for overrides, name in (
-        (["pos=none"], "rope-to-none"), (["layers=swan"], "rope-swan"), (["pos.base=500000"], "rope-base500000"),
-        (["++pos.base=500000", "ctx=128"], "rope-ctx128-base500000"),
-    ):  # fmt: skip
-        assert train_settings("init=rope", *overrides).name == name

@@ -1,10 +1,8 @@
 """Layer schedules: against formulas written out here, and against models of transformers that have such layers."""
 
-import importlib
 import json
 import math
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +13,12 @@ from conf.errors import UserError
 from conf.layer_schedule import repeat_pattern
 from conf.registry import choices, yaml_values
 from conf.schema import from_dict
-from engine.run import Run
-from hf.families import FAMILIES
 from hf.weights import LLAMA as LLAMA_WEIGHTS, from_ours
-from hf.write import write_checkpoint
 from model import gpt
 from model.decode import Decoder, same_change
 from model.layer_schedule import ScheduledEncodings
 from model.scaling import NO_CHANGE, ContextChange, NotApplicable, TrainedContext, override, resolve
-from tests.helpers import SMALL, import_or_skip, model_of, random_tokens, run_eval, run_train, train_settings
+from tests.helpers import SMALL, import_or_skip, model_of, random_tokens, train_settings
 
 L = 32  # of model_of
 SCHEDULES = [name for name in choices("layers") if name != "uniform"]
@@ -205,47 +200,6 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["smollm3", "swan", "olmo3", "window_only", "sssl"])
-def test_logits_equal_smollm3s_of_transformers(name):
-    """SmolLM3 has layers without RoPE and layers with a window in any combination, in an otherwise plain Llama."""
-    t = import_or_skip("transformers")
-
-    model, tokens = model_of("rope", *LLAMA, f"layers={name}"), random_tokens(2, 70)
-    config = t.SmolLM3Config(
-        **SIZES, intermediate_size=48, pad_token_id=0, use_sliding_window=True, sliding_window=16,
-        no_rope_layers=[int(base is not None) for base, _ in FOUR_LAYERS[name]],
-        layer_types=["sliding_attention" if window else "full_attention" for _, window in FOUR_LAYERS[name]],
-    )  # fmt: skip
-    theirs = t.SmolLM3ForCausalLM(config).double().eval()
-    theirs.load_state_dict(from_ours(FAMILIES["llama"].table, train_settings(*LLAMA).model, model.state_dict()))
-    with torch.inference_mode():
-        want = theirs(tokens).logits
-        assert (model(tokens) - want).abs().max() < 1e-4 < 1 < want.abs().max()  # their angles are float32
-
-
-@pytest.mark.parametrize("name, config", [("gemma3", "Gemma3TextConfig"), ("olmo3", "Olmo3Config")])
-def test_angles_equal_transformers_of_each_kind_of_layer(name, config):
-    """Two bases, and YaRN on the global layers only: each against the rotary module of that model."""
-    t = import_or_skip("transformers")
-    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0, "attention_factor": None,
-            "original_max_position_embeddings": L}  # fmt: skip
-    (base_L, _), *_, (base_G, _) = FOUR_LAYERS[name]
-    rope = {"sliding_attention": {"rope_type": "default", "rope_theta": base_L},
-            "full_attention": {**yarn, "rope_theta": base_G}}  # fmt: skip
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 6}
-    config = getattr(t, config)(**sizes, max_position_embeddings=4 * L, rope_parameters=rope)
-    theirs = getattr(module, f"{name.capitalize()}RotaryEmbedding")(config)
-    model, trained = context_of(name)
-    change = scaling({**yaml_values("scaling", "yarn"), "beta_fast": 4.0}, trained, 4 * L)
-    positions = torch.arange(4 * L)
-    layers = model.pos.prepare_layers(4, positions, change)
-    for (_, tables, _), kind in ((layers[0], "sliding_attention"), (layers[3], "full_attention")):
-        for ours, table in zip(tables.q, theirs(torch.zeros(1, 1), positions[None], kind), strict=True):
-            assert (ours - table[0, :, :8]).abs().max() < 1e-5
-    assert change.by_type[0].inv_freq is None and change.factor == 4 and change.attention_factor > 1.1
-
-
 def llama4_of(model: gpt.GPT, chunk: int) -> Any:
     """transformers' Llama 4 with the weights of a model=llama of ours, without experts and without its QK-norm."""
     t = import_or_skip("transformers")
@@ -403,37 +357,6 @@ def test_a_change_of_one_kind_of_layer_makes_a_cache_stale():
 # ---- settings ----
 
 
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        (["layers.pattern=LX"], r"layers\.pattern=LX: must be made of the letters of layers=NAME: L, G"),
-        (["layers.last=Q"], r"layers\.last=Q: must be null or one of L, G"),
-        (["layers.L.window=0"], r"layers\.L\.window=0: must be null, a number of tokens, or a fraction"),
-        (["layers.L.window=1.5"], r"layers\.L\.window=1\.5: must be null, a number of tokens, or a fraction"),
-        (["layers.L.window=wide"], r"layers\.L\.window=wide: must be of type float \| None"),
-        (["layers.G.sinks=2"], r"layers\.G\.sinks=2: must be at least 0, and 0 without a window"),
-        (["layers.L.scaled=3"], r"layers\.L\.scaled=3: must be of type bool"),
-        (["layers.L.pos=ropes"], r"layers\.L\.pos=ropes: must be null or one of alibi, "),
-        (
-            ["+layers.L.windows=3"],
-            r"layers\.L: got an unexpected keyword argument 'windows'; there are pos, base, window",
-        ),
-        (["pos=alibi", "layers.G.base=500"], r"layers\.G\.base=500: must be null: pos=alibi has no base"),
-        (["layers.L=3"], r"layers\.L=3: must be of type dict"),
-        (["layers.L.base=0.5"], r"layers\.L\.base=0\.5: must be at least 1"),
-        (["layers.pattern=1"], r"layers\.pattern=1: must be made of the letters of layers=NAME: L, G"),
-        (["layers.pattern=[L,G]"], r"layers\.pattern=\['L', 'G'\]: must be made of the letters"),
-        # When the model is built
-        (["layers.L.pos=learned"], r"layers\.L\.pos=learned: must be an encoding that acts in the layers"),
-        (["layers.L.pos=alibi", "layers.G.pos=none"], r"pos=rope: no layer of layers=olmo3 uses it"),
-        (["attention=linear"], r"attention=linear: needs layers=uniform, not layers=olmo3"),
-    ],
-)
-def test_wrong_settings_are_named(overrides, message):
-    with pytest.raises(UserError, match=message):
-        gpt.build_encoding(train_settings("layers=olmo3", *overrides))
-
-
 def test_a_saved_schedule_is_the_same():
     saved = json.loads(json.dumps(asdict(cfg := train_settings("layers=olmo3"))))
     assert from_dict(saved) == cfg
@@ -450,20 +373,3 @@ def test_windows_are_fractions_of_ctx_or_tokens_and_the_description_names_change
     for name in SCHEDULES:
         assert f", layers={name} (" in gpt.describe_encoding(train_settings(f"layers={name}"))
     assert train_settings("layers=swan", "exp=smoke").name == "rope-smoke-swan"
-
-
-# ---- commands ----
-
-
-def test_a_run_with_a_schedule_is_trained_evaluated_and_resumed(here, capsys, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    for line in ("pos=rope, layers=swan (GL)", "already trained"):
-        run_train("layers=swan", "steps=2", "name=x")
-        assert line in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"layers\.L\.window=16 \(the run has 32\)"):
-        run_train("layers=swan", "layers.L.window=0.25", "steps=2", "name=x")
-    run_eval("run=x", "ctx=128", "scaling=logn", "documents=3")
-    assert "layers=swan (GL) G.pos=none, L.window=32, L.scaled=False, trained at ctx 64" in capsys.readouterr().out
-    run = Run.open("x", runs="runs", cache=".cache")
-    with pytest.raises(UserError, match=r"model\.mlp=gelu: cannot be exported; "):
-        write_checkpoint(run, Path("out"))

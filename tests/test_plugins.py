@@ -113,28 +113,20 @@ def run(folder: Path, script: str, *args: str) -> str:
 
 
 @pytest.mark.process
-def test_recipes_are_trained_and_evaluated(extended):
-    data = ("data=counting", "data.vocab_size=300")
-    run(extended, f"{extended}/train.py", "exp=smoke", "steps=2", "pos=half_rope", *data, "name=new")
+def test_recipes_and_a_toy_schedule_with_an_encoding_that_sees_content_are_trained_and_evaluated(extended):
+    settings = ("pos=half_rope", "layers=toy_layers", "data=counting", "data.vocab_size=300", "steps=2", "name=new")
+    run(extended, f"{extended}/train.py", "exp=smoke", *settings)
     settings = ("run=new", "ctx=[64,128]", "documents=2", "scaling=half_pi", "task=last_token")
     out = run(extended, f"{extended}/eval.py", *settings)
-    assert "pos=half_rope" in out and "half_pi" in out and "the last token of 2 held-out documents" in out
+    assert all(x in out for x in ("pos=half_rope", "toy_layers", "half_pi", "the last token of 2 held-out documents"))
+    weights = torch.load(extended / "runs/new/ckpt.pt", weights_only=True)["model"]
+    assert [name for name in weights if "content.linear.bias" in name] == ["blocks.0.attention.content.linear.bias"]
     curves = {c.label: c.rows for c in map(read_curve, (extended / "runs/new/eval").glob("*.jsonl"))}
     assert curves.keys() == {"none", "window", "half_pi"}
     assert [(row.n, row.factor) for row in curves["half_pi"]] == [(64, 1), (128, 2)]
     for row in curves["half_pi"]:
-        assert (row.run, row.pos, row.label, row.task) == ("new", "half_rope", "half_pi", "last_token")
+        assert (row.run, row.label, row.task) == ("new", "half_pi", "last_token")
         assert row.tokens == len(row.nll) == 2
-
-
-@pytest.mark.process
-def test_a_toy_schedule_with_an_encoding_that_sees_content_is_trained_and_evaluated(extended):
-    settings = ("steps=2", "pos=half_rope", "layers=toy_layers", "name=mixed")
-    run(extended, f"{extended}/train.py", "exp=smoke", *settings)
-    out = run(extended, f"{extended}/eval.py", "run=mixed", "ctx=[64,128]", "documents=3", "scaling=half_pi")
-    assert "toy_layers" in out and "half_pi" in out
-    weights = torch.load(extended / "runs/mixed/ckpt.pt", weights_only=True)["model"]
-    assert [name for name in weights if "content.linear.bias" in name] == ["blocks.0.attention.content.linear.bias"]
 
 
 PASSED = """

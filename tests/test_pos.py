@@ -230,12 +230,6 @@ def test_proportional_rotary_rotates_the_fast_pairs_at_the_full_heads_frequencie
     assert torch.equal(rotated[..., fast], want[..., fast]) and torch.equal(rotated[..., slow], q[..., slow])
 
 
-@pytest.mark.parametrize("fraction", ["0", "1.5", "-0.1", "0.01"])
-def test_rotary_fractions_that_leave_no_pair_are_refused(fraction):
-    with pytest.raises(ValueError, match=r"pos\.rotary_fraction=.*: must be at most 1 and leave a pair of head_dim=16"):
-        encoding_of("rope_partial", f"pos.rotary_fraction={fraction}")
-
-
 # ---- xPos ----
 
 
@@ -272,13 +266,3 @@ def test_t5_buckets_by_hand():
     bucket = T5Bias(SHAPE, 8, 16, 1.0).bucket(torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 16, 1000]))
     # 0..3 exact; then 4 + floor(4 ln(d / 4) / ln 4): 6 -> 5.17, 8 -> 6, 12 -> 7.17
     assert bucket.tolist() == [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 7, 7]
-
-
-# ---- refused shapes ----
-
-
-def test_odd_head_dim_is_refused():
-    with pytest.raises(ValueError, match="head_dim=15"):
-        encoding_of("rope", "model.width=60")
-    with pytest.raises(ValueError, match=r"model\.width=63"):
-        encoding_of("sinusoidal", "model.width=63", "model.n_heads=7")

@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import library as torch_ops
 from torch._inductor.utils import run_and_get_code
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import kernels
 from kernels import cos_sin, phase, rope as choice
@@ -35,14 +33,9 @@ def use_triton(monkeypatch, request):
     if torch.cuda.is_available() and request.node.get_closest_marker("gpu") is None:
         skip_unless_ci("for Triton's interpreter, which is switched off where there is a GPU")
     monkeypatch.setattr(choice, "kernel", "triton")
-    if choice.INTERPRETED and "whole_programs" not in request.fixturenames:
+    if choice.INTERPRETED:
         # Fewer heads for each program: the interpreter would go through all of them, also where they are empty
         monkeypatch.setattr(rope_triton, "HEADS", 4)
-
-
-@pytest.fixture
-def whole_programs():
-    """The test runs with as many heads in one program as on a GPU."""
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -110,14 +103,6 @@ def test_forward_against_float64(D, R, dtype, interleaved, device):
             assert ((y.double().cpu() - want).abs() <= TOLERANCE[dtype] * (size + 1e-3)).all()
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_many_heads(interleaved, device, whole_programs):
-    """More heads than one program rotates, and not a multiple of a tile's."""
-    q, k = data(B=1, T=5, H=73, G=5, D=32, device=device)
-    for x, y in zip((q, k), rope(q, k, phases(16, device), interleaved=interleaved), strict=True):
-        assert close(y, exact(x, frequencies(16), torch.arange(5), interleaved))
-
-
 # ---- backward ----
 
 
@@ -141,12 +126,6 @@ def test_gradients_against_float64_and_of_gradients(D, P, interleaved, device):
         assert (a.cpu() - b).abs().max() < 1e-5 * (1 + b.abs().max())
 
 
-def test_gradients_of_a_sum_have_stride_zero(device):
-    q, k = (x.requires_grad_() for x in data(device=device))
-    sum(y.sum() for y in rope(q, k, phases(32, device))).backward()
-    assert close(q.grad, exact(torch.ones_like(q), -frequencies(32), torch.arange(17), False))
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_packed_equals_separate_forward_and_backward(interleaved, device):
     """And the gradients of gradients."""
@@ -164,36 +143,12 @@ def test_packed_equals_separate_forward_and_backward(interleaved, device):
     assert torch.allclose(packed.grad, plain.grad, atol=1e-5)
 
 
-def moved_by(function) -> tuple[list[str], int]:
-    """The ops that a function calls, and the elements that they read and write. Views move nothing."""
-
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            if not func.is_view and func is not torch.ops.aten.detach.default:
-                tensors = [x for x in tree_leaves((args, result)) if isinstance(x, torch.Tensor)]
-                calls.append((func._schema.name, sum(x.numel() for x in tensors)))
-            return result
-
-    calls: list[tuple[str, int]] = []
-    with Recorder():
-        function()
-    return [name for name, _ in calls], sum(count for _, count in calls)
-
-
-def test_the_packed_gradient_moves_six_units_of_memory():
-    """A unit is the size of q. Three gradients are read and three are written: no copy, no concatenation, no -phase."""
-    B, T, H, D = 2, 33, 4, 64
-    f, packed = phases(), torch.randn(B, T, 3 * H, D, requires_grad=True)
-    y = rope_packed(packed, H, H, f)
-    gradients = [torch.randn(B, H, T, D).transpose(1, 2) for _ in y]  # as attention returns them
-    names, elements = moved_by(lambda: torch.autograd.grad(y, packed, gradients))
-    assert names == ["ropewalk::rotate_into_packed"] and elements == 6 * B * T * H * D + len(f)
-
-
 @pytest.mark.process
 def test_the_compiled_packed_gradient_moves_six_units_of_memory():
-    """Inductor's code for a projection and its rotation: the gradient is one call of the op and one matrix product."""
+    """Inductor's code for a projection and its rotation: the gradient is one call of the op and one matrix product.
+
+    A unit is the size of q. Three gradients are read and three are written: no copy, no concatenation, no -phase.
+    """
     f, x, w = phases(), torch.randn(2, 33, 16), torch.randn(16, 12 * 64, requires_grad=True)
     torch._dynamo.reset()
     layer = torch.compile(lambda x, w: rope_packed((x @ w).unflatten(-1, (12, 64)), 4, 4, f), fullgraph=True)
@@ -210,6 +165,10 @@ def test_views_of_any_strides():
     for view in (x[..., :64].transpose(1, 2), x[..., ::2].transpose(1, 2), x[..., :64].transpose(1, 2).flip(1)):
         got, _ = rope(view, view[:, :, :1], phases())
         assert close(got, exact(view, frequencies(32), torch.arange(9), False))
+    q = x[..., :64].transpose(1, 2).requires_grad_()
+    sum(y.sum() for y in rope(q, q[:, :, :1], phases())).backward()  # gradients of stride zero
+    heads = torch.tensor([2.0, 1, 1, 1])[:, None]
+    assert close(q.grad, exact(torch.ones_like(q) * heads, -frequencies(32), torch.arange(9), False))
 
 
 def test_positions_and_phases_of_any_strides(device):
@@ -258,33 +217,7 @@ def test_every_quarter_turn_and_its_borders():
     assert (y - torch.cat((angle.cos(), angle.sin()))).abs().max() < 3e-7
 
 
-# ---- algebra of rotations ----
-
-
-def test_algebra():
-    f, g, (q, k) = phases(), phases(base=500.0), data(T=9)
-    both = rope(*rope(q, k, f), g)  # rotations by f and then by g are one by f + g, in wrapping integers
-    for a, b in zip(both, rope(q, k, f + g), strict=True):
-        assert (a - b).abs().max() < 2e-6
-    assert torch.equal(phase(torch.tensor([0.25, 0.5]).double()) * 2, phase(torch.tensor([0.5, 1.0]).double()))
-    back = rope(*rope(q, k, f, offset=10**6), -f, offset=10**6)
-    assert all((a - b).abs().max() < 1e-6 for a, b in zip(back, (q, k), strict=True))
-    assert torch.allclose(rope(q, k, f)[0].norm(dim=-1), q.norm(dim=-1), rtol=1e-6)
-    shifted = [[x[:, :, :2].double() for x in rope(q, k, f, offset=c)] for c in (0, 10**6)]
-    near, far = (torch.einsum("bqhd,bkhd->bhqk", q, k) for q, k in shifted)
-    assert (near - far).abs().max() < 2e-5
-
-
-def test_cached_keys_are_rebased_by_a_phase_difference():
-    """Keys rotated with one base and then by the difference of phases equal keys rotated with the other base."""
-    old, new, (q, k) = phases(), phases(base=80000.0), data(T=9)
-    p = torch.tensor([0, 5, 100, 8191, 131071, 10**6, 2**30, 7, 3])
-    cached = rope(q, k, old, p)[1]
-    rebased, afresh = rope(q, cached, new - old, p)[1], rope(q, k, new, p)[1]
-    assert (rebased - afresh).abs().max() < 2e-6 < 0.1 < (cached - afresh).abs().max()
-
-
-# ---- positions and layouts ----
+# ---- positions ----
 
 
 def test_equal_positions_give_equal_bits_in_every_form(device):
@@ -298,14 +231,6 @@ def test_equal_positions_give_equal_bits_in_every_form(device):
     assert torch.equal(got[0], want[0][0]) and torch.equal(got[1], rope(q, k, f, p.flip(0))[0][1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_interleaved_is_split_after_a_permutation_to_the_bit(dtype, device):
-    f, (q, k) = phases(32, device), data(D=64, dtype=dtype, device=device)
-    order = torch.arange(64).view(32, 2).T.reshape(-1)
-    split = rope(q[..., order], k[..., order], f)
-    assert equal(split, [y[..., order] for y in rope(q, k, f, interleaved=True)])
-
-
 # ---- transformers, for every scaling type ----
 
 
@@ -313,9 +238,9 @@ def test_equals_transformers_with_every_frozen_frequency():
     """apply_rotary_pos_emb with the inv_freq that transformers computed for each type (tests/goldens.json)."""
     llama = import_or_skip("transformers.models.llama.modeling_llama")
     rows = json.loads((ROOT / "tests" / "goldens.json").read_text())
-    # One case for each type and D; with a factor of 8, since 1 would change nothing
+    # One case for each type; with a factor of 8, since 1 would change nothing
     rows.sort(key=lambda row: row["case"].get("factor") == 8.0)
-    chosen, p = {(row["case"]["type"], row["case"]["D"]): row for row in rows}, torch.tensor([0, 1, 2, 50, 100, 200])
+    chosen, p = {row["case"]["type"]: row for row in rows}, torch.tensor([0, 1, 2, 50, 100, 200])
     for row in chosen.values():
         f, scale = torch.tensor(row["inv_freq"], dtype=torch.float64), row["attention_factor"]
         q, k = data(B=1, T=6, H=2, G=1, D=2 * len(f))
@@ -324,19 +249,10 @@ def test_equals_transformers_with_every_frozen_frequency():
         expected = llama.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *tables)
         for a, b in zip(rope(q, k, phase(f), p, scale=scale), expected, strict=True):
             assert (a - b.transpose(1, 2)).abs().max() < 5e-6, row["case"]
-    assert len(chosen) > 15
+    assert len(chosen) == 6
 
 
 # ---- a functional op that composes ----
-
-
-def test_inputs_are_not_modified_and_outputs_are_new():
-    q, k = data()
-    q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    before = q.clone(), k.clone()
-    y = rope(q, k, phases())
-    assert equal((q, k), before) and all(t.is_contiguous() for t in y)
-    assert len({t.untyped_storage().data_ptr() for t in (q, k, *y)}) == 4
 
 
 def test_opcheck():
@@ -365,18 +281,6 @@ def test_compiles_without_graph_breaks_and_with_dynamic_shapes(backend, device):
         (gradients,) = torch.autograd.grad([y.square().sum() for y in results], leaves)
         for a, b in (results, gradients):
             assert torch.allclose(a, b, rtol=1e-3, atol=1e-3 * a.abs().max().item())
-
-
-def test_under_checkpointing_and_autocast():
-    f, (q, k) = phases(), [x.requires_grad_() for x in data()]
-
-    def loss(q, k):
-        return sum(y.square().sum() for y in rope(q * 2, k * 2, f))
-
-    checkpointed = torch.utils.checkpoint.checkpoint(loss, q, k, use_reentrant=False)
-    assert equal(torch.autograd.grad(loss(q, k), [q, k]), torch.autograd.grad(checkpointed, [q, k]))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert rope(q @ torch.eye(64), k @ torch.eye(64), f)[0].dtype == torch.bfloat16
 
 
 # ---- sizes, compiles and rounding ----
@@ -445,8 +349,9 @@ def test_choosing_a_kernel(monkeypatch):
     monkeypatch.setattr(choice, "INTERPRETED", False)
     with pytest.raises(ValueError, match="kernel=triton: device=cpu is not a CUDA device: use kernel=auto"):
         kernels.choose("triton", torch.device("cpu"))
-    kernels.choose("torch", torch.device("cpu"))
-    assert choice.kernel == "torch"
+    for name in ("torch", "auto"):
+        kernels.choose(name, torch.device("cpu"))
+        assert choice.kernel == name and not kernels.uses_triton(torch.device("cpu"))
     monkeypatch.setattr(choice, "TRITON_INSTALLED", False)
     for device in ("cpu", "cuda"):
         with pytest.raises(ValueError, match="kernel=triton: triton is not installed: use kernel=auto"):
@@ -459,18 +364,6 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     argv = [sys.executable, *arguments]
     return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.process
-def test_a_cpu_process_does_not_import_the_kernel():
-    program = (
-        "import sys, torch, kernels; from kernels.rope import rope_packed\n"
-        "kernels.choose('auto', torch.device('cpu'))\n"
-        "rope_packed(torch.ones(1, 2, 3, 4), 1, 1, torch.ones(2, dtype=torch.int64))\n"
-        "assert not {'triton', 'kernels.rope_triton'} & {*sys.modules}"
-    )
-    done = run_python("-c", program)
-    assert done.returncode == 0, done.stderr
 
 
 # ---- machine code for a Hopper GPU, compiled without one ----
@@ -573,16 +466,3 @@ def test_the_gpt_is_the_same_model_by_either_implementation(pos, monkeypatch):
             results.append([loss.detach(), *(model(x, change=change) for change in changes), *gradients])
     for a, b in zip(*results, strict=True):
         assert (a - b).abs().max() < 2e-4 * (1 + a.abs().max())
-
-
-def test_the_gpt_with_the_kernel_under_ddp(tmp_path, monkeypatch):
-    """One process is enough for DDP's hooks and buckets: the gradients are those of the model without DDP."""
-    monkeypatch.setattr(choice, "kernel", "triton")
-    model, x = gpt.build(train_settings("pos=rope", *SMALL), 50), random_tokens()
-    alone = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        torch.nn.parallel.DistributedDataParallel(model)(x).square().mean().backward()
-    finally:
-        torch.distributed.destroy_process_group()
-    assert equal([p.grad for p in model.parameters()], alone)

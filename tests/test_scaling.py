@@ -233,10 +233,7 @@ def test_what_needs_frequencies_is_not_applicable_to_encodings_without(name):
 
 def test_bad_knobs_are_refused():
     for knobs, message in [
-        ({"kind": "yarn", "factor": 2.0, "beta_fast": "fast"}, r"scaling\.beta_fast=fast: must be of type float"),
-        ({"kind": "yarn", "factor": 2.0, "beta_fast": 0.5}, r"scaling\.beta_fast=0\.5: must be greater"),
         ({"kind": "yarn", "factor": 2.0, "beta": 1.0}, r"scaling: .* unexpected keyword argument .beta.; there are"),
-        ({"kind": "window", "size": 0}, r"scaling\.size=0: must be at least 1"),
         ({"kind": "resolve"}, r"scaling\.kind=resolve: no model/scaling/resolve\.py"),
         ({"kind": "../pos/rope"}, r"scaling\.kind="),
     ]:
@@ -250,7 +247,7 @@ def test_bad_knobs_are_refused():
 
 
 def test_ntk_mixed_slows_the_last_pair_by_the_factor_and_lies_between_pi_and_none():
-    trained = TrainedContext("rope", 256, 10000.0 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64))
+    trained = rope()
     ratio = resolve({"kind": "ntk_mixed", "factor": 8.0}, trained, 256, 256).inv_freq / trained.inv_freq
     a = math.log(8) / 32**0.75  # Su's own form, kexue.fm/archives/9706
     want = torch.exp(-a * torch.arange(1, 33, dtype=torch.float64) ** 0.75)
@@ -258,7 +255,7 @@ def test_ntk_mixed_slows_the_last_pair_by_the_factor_and_lies_between_pi_and_non
 
 
 def test_by_parts_at_its_limits():
-    trained = TrainedContext("rope", 4096, 10000.0 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128))
+    trained = rope(4096, 128)
 
     def ratio(alpha, beta, kind="ntk_by_parts"):
         got = resolve({"kind": kind, "factor": 8.0, "alpha": alpha, "beta": beta}, trained, 4096, 4096)
@@ -276,7 +273,7 @@ def test_by_parts_at_its_limits():
 
 
 def test_hf_dynamic_factor_is_not_the_extension_factor():
-    trained = TrainedContext("rope", 256, 10000.0 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64))
+    trained = rope()
     factors = [resolve({"kind": "dynamic_hf", "hf_factor": f}, trained, 1024, 1024).factor for f in (1.0, 2.0, 4.0)]
     assert factors == [4, 7, 13]
 

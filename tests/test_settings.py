@@ -81,7 +81,7 @@ def refused_by_hydra(err: str) -> bool:
 
 @pytest.mark.process
 @settings(
-    max_examples=int(os.environ.get("SETTINGS_EXAMPLES", 50)), derandomize="SETTINGS_EXAMPLES" not in os.environ,
+    max_examples=int(os.environ.get("SETTINGS_EXAMPLES", 30)), derandomize="SETTINGS_EXAMPLES" not in os.environ,
     database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 @given(commands())

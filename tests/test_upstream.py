@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.attention import Where
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
-from tests.helpers import encoding_of, model_of, train_settings
+from tests.helpers import encoding_of, model_of
 from tests.upstream import CASES, FILE, projection, wave
 
 ROWS = json.loads(FILE.read_text())
@@ -129,14 +129,3 @@ def test_dual_chunk_equals_chunkllama(given: dict[str, Any], want: Tensor):
     assert change.attention_factor == 1
     factor = 1 + 0.05 * math.log(given["T"] / given["unscaled"])
     check(layer.output(ContextChange(position_map=change.position_map, attention_factor=factor)), want)
-
-
-# ---- layers ----
-
-
-@frozen("windows")
-def test_sssl_has_the_windows_of_nanochat(given: dict[str, Any], want: Tensor):
-    """Of January to March 2026. They count the tokens before the query's own, we count that, too: we see one less."""
-    ctx, n_layers = given["ctx"], given["n_layers"]
-    layers = train_settings("layers=sssl", f"model.n_layers={n_layers}", f"ctx={ctx}", f"batch_tokens={ctx}").layers
-    assert [layers.types[letter].window or ctx for letter in layers.pattern] == want.tolist()

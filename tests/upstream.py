@@ -16,7 +16,6 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,13 +134,6 @@ def dual_chunk(file: Path, L: int, local: int | None, unscaled: int, T: int, H: 
     return torch.cat(rows).view(T, H, D)
 
 
-def windows(file: Path, ctx: int, n_layers: int) -> Tensor:
-    """How many tokens before its own each layer sees."""
-    code = definitions(file, "_compute_window_sizes", "GPTConfig", dataclass=dataclass)
-    config = code.GPTConfig(sequence_len=ctx, n_layer=n_layers)
-    return torch.tensor([before for before, _ in code._compute_window_sizes(None, config)])
-
-
 HEADS = {"H": 2, "G": 1, "D": 8}
 DAPE = "chuanyang-Zheng/DAPE/megatron/model/positional_embeddings.py"
 CASES: list[tuple[Any, str, dict[str, Any]]] = [
@@ -156,7 +148,6 @@ CASES: list[tuple[Any, str, dict[str, Any]]] = [
      {"L": 16, "local": None, "unscaled": 36, "T": 36, **HEADS}),
     (dual_chunk, CHUNKS, {"L": 16, "local": 7, "unscaled": 20, "T": 20, **HEADS}),
     (dual_chunk, CHUNKS, {"L": 16, "local": None, "unscaled": 16, "T": 24, **HEADS}),
-    *((windows, "karpathy/nanochat/nanochat/gpt.py", {"ctx": 2048, "n_layers": n}) for n in (2, 3, 4, 5, 8, 11)),
 ]  # fmt: skip
 
 
