@@ -49,10 +49,10 @@ def test_the_schedules_of_the_families(tmp_path):
         "LLLGL", {"L": kind(12, False, rope(30.0)), "G": kind(None, True)}
     )
     assert layers_of("smollm3", {}, tmp_path) == LayerSchedule(
-        "RRNR", {"R": kind(None, True), "N": kind(None, True, no_positions)}
+        "GGNG", {"G": kind(None, True), "N": kind(None, True, no_positions)}
     )
     assert layers_of("cohere2", {}, tmp_path) == LayerSchedule(
-        "LLGLL", {"L": kind(12, False), "G": kind(None, True, no_positions)}
+        "LLNLL", {"L": kind(12, False), "N": kind(None, True, no_positions)}
     )
     # One rope_parameters for all layers: a scaling in it applies to the window layers, too
     yarn = rope_types(1)["yarn"]
