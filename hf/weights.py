@@ -1,6 +1,7 @@
 """The weights of each family in a Hugging Face checkpoint, and the way between them and ours.
 
-One table serves both directions: `to_ours` concatenates the checkpoint's tensors, `from_ours` splits ours. What our GPT
+One table serves both directions: `to_ours` concatenates the checkpoint's tensors, `from_ours` splits ours (of the
+families that hf/write.py writes). What our GPT
 has no setting for is multiplied into the weights when they are read, by the family's fold, so that it costs no code in
 the model.
 
@@ -136,16 +137,12 @@ def to_ours(table: Table, m: ModelConfig, shapes: Mapping[str, torch.Size], take
 
 
 def from_ours(table: Table, m: ModelConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The checkpoint's tensors, by their names there: the inverse of `to_ours`."""
+    """The checkpoint's tensors, by their names there: the inverse of `to_ours` for tables of rows in our order."""
     tensors = {}
     for name, x in ours.items():
         if name == "head.weight" and m.tied_head:
             continue
-        parts, layout = place(table, m, name, x.shape)
-        if layout is Transposed:
-            x = x.t()
-        if layout is ByHead:
-            x = x.view(3, m.n_heads, m.head_width, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+        parts, _ = place(table, m, name, x.shape)
         tensors |= zip(parts, x.split([rows for rows, *_ in parts.values()]), strict=True)
     return tensors
 

@@ -143,17 +143,6 @@ def test_names_of_models_and_what_is_missing(monkeypatch):
         open_checkpoint("pretrained:smollm2")
 
 
-def test_a_gguf_file_is_evaluated_like_a_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    write_documents(tmp_path)
-    write_gguf(tmp_path / "model.gguf", quantisation="Q8_0")
-    run_eval("run=gguf:model.gguf", "ctx=256", "scaling=yarn", "data=text", "data.files=docs/*.txt", "data.holdout=2")
-    out = capsys.readouterr().out
-    assert "run: gguf-model.gguf" in out and "weights stored as Q8_0" in out and "trained at ctx 64" in out
-    assert len(list(Path("runs/gguf-model.gguf/eval").glob("*.jsonl"))) == 3
-
-
 TEXT = ("data=text", "data.files=docs/*.txt", "data.holdout=2")
 SHORT = ("steps=1", "val_every=1", "val_windows=2", "batch_tokens=256", "micro_tokens=256", "optim=finetune")
 
@@ -165,6 +154,13 @@ def test_a_run_that_starts_from_a_checkpoint_is_one_of_ours(tmp_path, monkeypatc
     write_documents(tmp_path)
     write_gguf(tmp_path / "model.gguf")
     before = open_gguf(tmp_path / "model.gguf")
+    run_eval("run=gguf:model.gguf", "ctx=256", "scaling=yarn", *TEXT)
+    out = capsys.readouterr().out
+    assert "run: gguf-model.gguf" in out and "weights stored as F32" in out and "trained at ctx 64" in out
+    for argument in ("model.width=8", "attention=linear", "data.tokenizer=bytes"):
+        with pytest.raises(UserError, match=rf"{argument} cannot be chosen, it comes from that run"):
+            run_train("init=gguf:model.gguf", "name=tuned", "ctx=128", *TEXT, *SHORT, argument)
+    assert not Path("runs/tuned").exists()
     run_train("init=gguf:model.gguf", "name=tuned", "ctx=128", "scaling=pi", *TEXT, *SHORT, "optim.lr=1e-12")
     out = capsys.readouterr().out
     assert "from gguf:model.gguf: pre-trained at ctx 64; this run: ctx 128, scaling=pi (factor 2), 256 tokens" in out
@@ -191,16 +187,6 @@ def test_a_run_that_starts_from_a_checkpoint_is_one_of_ours(tmp_path, monkeypatc
     export.main()
     theirs = transformers.AutoTokenizer.from_pretrained("written")
     assert theirs.encode(text) == run.corpus.encode(text)
-
-
-def test_what_a_checkpoint_fixes_cannot_be_chosen(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_documents(tmp_path)
-    write_gguf(tmp_path / "model.gguf")
-    for argument in ("model.width=8", "attention=linear", "data.tokenizer=bytes"):
-        with pytest.raises(UserError, match=rf"{argument} cannot be chosen, it comes from that run"):
-            run_train("init=gguf:model.gguf", "name=tuned", "ctx=128", *TEXT, *SHORT, argument)
-    assert not Path("runs/tuned").exists()
 
 
 @pytest.mark.slow

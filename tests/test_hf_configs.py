@@ -17,9 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from conf.errors import UserError
 from hf.checkpoint import HARMLESS, open_folder
-from model.scaling import NotApplicable
 from tests import hf_models as reading
-from tests.helpers import run_eval, write_documents
 from tests.hf_models import CASES, WINDOW, L, edit, our_logits, save_random, transformers
 
 # ---- which files are read ----
@@ -44,6 +42,7 @@ def test_only_the_model_files_are_read(tmp_path):
     indexed = open_folder(tmp_path).digest(cfg.pretrained)
     (tmp_path / "zzz.safetensors").unlink()
     assert open_folder(tmp_path).digest(cfg.pretrained) == indexed != digest
+    assert open_folder(tmp_path).digest({"ctx": 16}) != indexed  # by train_ctx=
     index.unlink()
     with pytest.raises(UserError, match=r"no model\.safetensors there"):
         reading.read(tmp_path, L)
@@ -183,18 +182,13 @@ def test_sizes_that_are_absent_have_the_default_of_transformers(tmp_path):
 
 def test_notes_of_training_tools_are_named_and_ignored(tmp_path, capsys):
     save_random("llama", {}, tmp_path)
-    edit(tmp_path, unsloth_version="2025.1", unsloth_fixed=True, auto_map={"AutoConfig": "x"})
+    edit(tmp_path, unsloth_version="2025.1", unsloth_fixed=True, **dict.fromkeys(HARMLESS[2:], 1))
     capsys.readouterr()
     reading.read(tmp_path, L)
     assert re.fullmatch(r"note: .*config\.json: unsloth_version, unsloth_fixed: ignored, .*\n", capsys.readouterr().err)
     edit(tmp_path, unslothed=True)
     with pytest.raises(UserError, match=r"unslothed=True: not supported, and not ignored either"):
         reading.read(tmp_path, L)
-    remove(tmp_path, "unsloth_version", "unsloth_fixed", "unslothed")
-    edit(tmp_path, **dict.fromkeys(HARMLESS[2:], 1))
-    capsys.readouterr()
-    reading.read(tmp_path, L)
-    assert capsys.readouterr().err == ""
 
 
 NO_WINDOW = {"layer_types": ["sliding_attention"] * 2, "sliding_window": None}
@@ -232,6 +226,7 @@ TYPES = ["full_attention", "sliding_attention", *["full_attention"] * 3]
         ("bloom", {"seq_length": None}, "does not contain the context it was trained at"),
         ("gpt2", {"n_positions": 64}, "n_positions=64: not supported past itself, and ctx=96: try ctx=64"),
         ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi=False: not supported: must be true"),
+        ("mpt", {"expansion_ratio": 2}, "expansion_ratio=2: not supported: must be 4"),
         ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "attn_config.clip_qkv=6.0: not supported"),
         ("granite", {"logits_scaling": 0}, "logits_scaling=0: must be a number of at least"),
     ],
@@ -243,29 +238,6 @@ def test_what_is_refused_is_named(family, changes, message, tmp_path):
     with pytest.raises(UserError, match=re.escape(message)) as error:
         reading.read(tmp_path, 96)
     assert "\n" not in str(error.value)
-
-
-# ---- encodings without a rotation, through eval.py ----
-
-
-@pytest.mark.parametrize("family, train_ctx", [("gpt2", 96), ("bloom", L)])
-def test_eval_and_its_controls(family, train_ctx, here, capsys):
-    """No scaling and both controls at every length; a method for rotary frequencies is refused where there are none."""
-    reading.save_complete(family)
-    write_documents(here)
-    common = ("run=hf:model", "data=text", "data.files=docs/*.txt", "documents=2", "task.scored_tokens=16")
-    with pytest.raises(NotApplicable, match=r"scaling=yarn is not applicable: it needs rotary frequencies, and pos="):
-        run_eval(*common, "ctx=64", "scaling=yarn")
-    if family == "gpt2":
-        with pytest.raises(UserError, match=r"n_positions=96: not supported past itself, and ctx=128: try ctx=96"):
-            run_eval(*common, "ctx=128")
-    run_eval(*common, "ctx=64", "task.windows=1", "dtype=float32")
-    files = {f.name.split("-")[0]: f for f in (here / "runs/hf-model/eval").glob("*.jsonl")}
-    rows = {label: [json.loads(line) for line in f.read_text().splitlines()][-1] for label, f in files.items()}
-    assert rows.keys() >= {"none", "window"} and {row["n"] for row in rows.values()} == {64}
-    assert {row["train_ctx"] for row in rows.values()} == {train_ctx}
-    # past L the window control does not see everything
-    assert (rows["window"]["loss"] != rows["none"]["loss"]) == (train_ctx < 64)
 
 
 # ---- values of wrong types ----
@@ -284,17 +256,15 @@ def mutations(values: dict) -> Iterator[dict]:
         yield from ({key: wrong} for wrong in [*WRONG, *objects])
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "mpt", "gemma3_text", "smollm3"])
-def test_a_wrong_value_is_one_line_or_harmless(family, tmp_path):
+ALL_KEYS = {**YARN, "attention_factor": 1.1, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": True}
+
+
+@pytest.mark.parametrize("family, rope", [
+    ("llama", ALL_KEYS), ("phi3", {"rope_type": "longrope", **LONG, **CONTEXT}), ("gpt2", {}), ("mpt", {}),
+    ("gemma3_text", YARN), ("smollm3", {}),
+])  # fmt: skip
+def test_a_wrong_value_is_one_line_or_harmless(family, rope, tmp_path):
     """Every key of config.json with values of wrong types: a UserError, or a model with finite logits."""
-    rope = {}
-    if family == "llama":
-        rope = {**YARN, "attention_factor": 1.1, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": True}
-    if family == "phi3":
-        rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-        rope["original_max_position_embeddings"] = L
-    if family == "gemma3_text":
-        rope = YARN
     save_random(family, rope, tmp_path)
     original = json.loads((tmp_path / "config.json").read_text())
     keys = {k: v for k, v in original.items() if k not in HARMLESS} | dict.fromkeys(("model_type", "architectures"))
