@@ -91,18 +91,14 @@ def read_config(path: Path, arch: str, values: dict[str, Any], infos: dict[str, 
     head_dim = config.get("head_dim") or config.get("hidden_size", 0) // config.get("num_attention_heads", 1)
     rotated = config.pop("rotary_dim", head_dim)
     check(rotated == head_dim, f"{path}: {arch}.rope.dimension_count", rotated, f"head_dim={head_dim}")
-    if arch != "qwen2" and "blk.0.attn_q.bias" in infos:
-        config["attention_bias"] = True
     scaling = {key: config.pop(key, None) for key in ("rope_type", "factor", "original_max_position_embeddings")}
-    scaling["rope_type"] = scaling["rope_type"] or ("linear" if scaling["factor"] not in (None, 0, 1) else "none")
+    kind = scaling["rope_type"] or ("linear" if scaling["factor"] not in (None, 0, 1) else "none")  # as llama.cpp
     if ROPE_FREQS in infos:
-        kind = scaling["rope_type"]
         check(kind == "none", f"{path}: {arch}.rope.scaling.type", kind, f"none with {ROPE_FREQS}")
         divisors = [float(x) for x in infos[ROPE_FREQS].data]
-        factors = {"short_factor": divisors, "long_factor": divisors}
-        scaling = {"rope_type": "longrope", "attention_factor": 1.0, **factors}
-    if scaling["rope_type"] != "none":
-        config["rope_scaling"] = scaling
+        kind, scaling = "longrope", {"attention_factor": 1.0, "short_factor": divisors, "long_factor": divisors}
+    if kind != "none":
+        config["rope_scaling"] = scaling | {"rope_type": kind}
     c = Config(path, config)
     c.keys_read |= {f"{arch}.attention.value_length", f"{arch}.rope.scaling.finetuned"}
     return c

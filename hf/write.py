@@ -141,7 +141,6 @@ def model_card(run: Run, out: Path, model_type: str) -> str:
     """README.md in the Hub's format: YAML between two lines of dashes, then Markdown."""
     cfg, L, trained, train_ctx = run.cfg, run.context.train_ctx, run.context.longest_trained_ctx, train_ctx_of(run)
     scaling = describe("scaling", cfg.scaling)
-    context = f"{trained} tokens" if trained == L else f"{L} tokens, then extended to {trained} with scaling={scaling}"
     validation = ", ".join(f"{name} {value:.4f}" for name, value in run.validation.items())
     return f"""---
 library_name: transformers
@@ -153,7 +152,7 @@ tags: [ropewalk, {cfg.pos["kind"]}, {scaling.split()[0]}]
 The run `{run.name}` of ropewalk, written by export.py as {model_type}: an object of study, not an assistant.
 
 * {cfg.model.n_layers} layers, width {cfg.model.width}, {describe_encoding(cfg)}, scaling={scaling}
-* training: {context}, data={describe("data", cfg.data)}, {run.step} steps of {cfg.batch_tokens} tokens
+* training: {trained} tokens (first {L}), data={describe("data", cfg.data)}, {run.step} x {cfg.batch_tokens} tokens
 * on held-out text in the trained window: {validation or "not measured"}
 * its loss by context: `python eval.py run=hf:{out} ctx={4 * trained}{f" train_ctx={train_ctx}" if train_ctx else ""}`
 """

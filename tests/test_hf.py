@@ -272,23 +272,14 @@ def test_model_card(here, monkeypatch):
     assert yaml.safe_load(front) == {
         "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["ropewalk", "rope", "pi"]
     }  # fmt: skip
-    for text in ("arcee: ", "pos=rope, scaling=pi", "64 tokens, then extended to 256", "data=text", "loss 1.2500"):
+    for text in ("arcee: ", "pos=rope, scaling=pi", "256 tokens (first 64)", "data=text", "loss 1.2500"):
         assert text in body, body
     assert "`python eval.py run=hf:there ctx=1024 train_ctx=64`" in body
     reading.read(Path("there"), 1024, 64)
 
 
-# The last three are also names of tokenizers that transformers would build from config.json alone
-@pytest.mark.parametrize(
-    "model",
-    [
-        "data.tokenizer=bpe",
-        "data.tokenizer=bytes",
-        "model.mlp=swiglu model.qkv_bias=true",
-        "model=llama",
-        "model=qwen3",
-    ],
-)
+# qwen3 is also the name of a tokenizer that transformers would build from config.json alone
+@pytest.mark.parametrize("model", ["data.tokenizer=bpe", "data.tokenizer=bytes", "model=qwen3"])
 def test_exported_tokens_equal_ours(model, here, monkeypatch):
     write_documents(here)
     _, _, corpus = a_run(here, "data=text", "data.files=docs/*.txt", "data.vocab_size=512", *model.split())

@@ -18,11 +18,11 @@ BUDGETS = {
     "kernels": 340,
     "model": 1400,
     "measure": 1310,
-    "hf": 1270,
+    "hf": 1130,
     "studies": 1500,
     "bench": 455,
-    "product": 8500,
-    "tests": 8500,
+    "product": 8300,
+    "tests": 8250,
 }
 AIMS = BUDGETS | {
     **{"conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100},
