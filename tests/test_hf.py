@@ -294,6 +294,8 @@ def test_exported_tokens_equal_ours(model, here, monkeypatch):
         assert written(text)["input_ids"] == expected
         assert written.decode(expected) == text
     assert written.eos_token_id == corpus.encoding.eot_token and len(written) == corpus.encoding.n_vocab
+    # 257 tokens are padded to 320 rows for the training; generate() must not draw one of the 63 others
+    assert reading.load(Path("there")).get_input_embeddings().num_embeddings == corpus.encoding.n_vocab
 
 
 REFUSED = {
