@@ -1,24 +1,22 @@
 """Model families of Hugging Face: a table of what each has in config.json.
 
 An entry says which keys a family has, with the values that transformers 5 takes for absent ones, the settings of our
-model that all its checkpoints have, which layers have windows and positions (hf/layers.py), how they rotate
-(hf/rope.py), and the names of its weights (hf/weights.py). Keys have the names that most families have for them, and
-`names` those of this family.
+model that all its checkpoints have, which layers have windows and how they rotate (hf/positions.py), and the names of
+its weights (hf/weights.py). Keys have the names that most families have for them, and `names` those of this family.
 
 Letters: H query heads, D head width, i layer.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from conf.schema import ModelConfig
+from conf.errors import check
+from conf.schema import ModelConfig, TrainConfig
 from hf import weights
-from hf.config import Config, Keys
-from hf.layers import LayerRule, read_positions
-from hf.rope import PositionSettings, Rotation, agreed_ctx
+from hf.checkpoint import Config, Keys
+from hf.positions import PositionRule, read_positions
 from hf.weights import Table, Take
 
 # hidden_act -> model.mlp, without and with a gate. Of several names for one function, the first is written.
@@ -28,11 +26,10 @@ ACTIVATIONS = {
     True: {"silu": "swiglu"} | dict.fromkeys(TANH_GELU, "geglu"),
 }
 # Which layers have the window where config.json does not say it: all, all after the first ones, all but every n-th
-NO_WINDOWS = LayerRule()
-ALL = LayerRule(lambda s, i: s["sliding_window"] is not None, fixed=True)
-LAST = LayerRule(lambda s, i: s["sliding_window"] is not None and i >= s["max_window_layers"])
-SOME = LayerRule(lambda s, i: (i + 1) % s.get("sliding_window_pattern", 4) > 0)
-WITHOUT_POSITIONS = LayerRule(lambda s, i: s["sliding_window"] is not None and not s["no_rope_layers"][i])
+ALL = PositionRule(slides=lambda s, i: s["sliding_window"] is not None, fixed=True)
+LAST = PositionRule(slides=lambda s, i: s["sliding_window"] is not None and i >= s["max_window_layers"])
+SOME = PositionRule(slides=lambda s, i: (i + 1) % s.get("sliding_window_pattern", 4) > 0)
+WITHOUT_POSITIONS = PositionRule(slides=lambda s, i: s["sliding_window"] is not None and not s["no_rope_layers"][i])
 
 # Key -> setting of ModelConfig
 SETTINGS = (
@@ -40,29 +37,21 @@ SETTINGS = (
     | {"head_dim": "head_dim", "hidden_size": "width", "intermediate_size": "mlp_width", "rms_norm_eps": "norm_eps"}
     | {"tie_word_embeddings": "tied_head", "qkv_bias": "qkv_bias", "attention_bias": "out_bias", "mlp_bias": "mlp_bias"}
 )
-ALL_ROTATE = Rotation()
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     table: Table
     keys: Keys  # of config.json that it reads
-    names: dict[str, str] = field(default_factory=dict)  # key -> its names in this family: Config.read
-    model: dict[str, Any] = field(default_factory=dict)  # settings of ModelConfig beside those that the keys give
+    names: Mapping[str, str] = {}  # key -> its names in this family: Config.read
+    model: Mapping[str, Any] = {}  # settings of ModelConfig beside those that the keys give
     gated: bool = True  # whether the MLP has a gate
-    layers: LayerRule = NO_WINDOWS
-    positions: Rotation | dict[str, Any] = ALL_ROTATE  # or the knobs of an encoding without a rotation
+    positions: PositionRule = PositionRule()
     # Keys, also of an object, that must have the value of all its checkpoints, or none
-    requires: Callable[[ModelConfig], dict[str, Any]] = lambda m: {}
+    requires: Mapping[str, Any] = {}
     ignored: str = ""  # keys that change no logit of this family
     # Changes our state dict, and model.tied_head, by what the settings cannot express
     fold: Callable[[dict[str, Any], ModelConfig, dict[str, Tensor], Take], None] | None = None
     unfold: Callable[[ModelConfig, dict[str, Tensor]], None] | None = None  # the inverse, where we write the family
-
-    @property
-    def by_type(self) -> bool:
-        """Whether it has rope_parameters of each type of layer."""
-        return isinstance(self.positions, Rotation) and self.positions.sliding_base is not None
 
 
 # ---- the table ----
@@ -77,14 +66,8 @@ LLAMA = ROTATING | GQA | LAYERS | {"head_dim": int | None, "rms_norm_eps": 1e-6}
 PHI3_TYPES = {"default": "default"} | dict.fromkeys(("longrope", "su", "yarn"), "longrope")  # two are earlier names
 BIASES = {"attention_bias": False, "mlp_bias": False}
 WINDOW = {"sliding_window": 4096}
-SOME_WINDOWS = {"use_sliding_window": False, "max_window_layers": 28.0}
-QWEN = LLAMA | WINDOW | SOME_WINDOWS | {"num_key_value_heads": 32}
+QWEN = LLAMA | WINDOW | {"use_sliding_window": False, "max_window_layers": 28.0, "num_key_value_heads": 32}
 OLMO2 = LLAMA | {"rms_norm_eps": 1e-5, "attention_bias": False}
-COHERE2_NOTES = {
-    **dict.fromkeys(("use_embedding_sharing", "use_gated_activation", "use_parallel_block"), True),
-    **{"use_parallel_embedding": True, "order_of_interleaved_layers": "local_attn_first"},
-    "position_embedding_type": "rope_gptj",
-}
 GRANITE = dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0)
 GPT2 = BASIC | {"intermediate_size": int | None, "hidden_act": "gelu_new"}
 
@@ -97,7 +80,7 @@ GPT2_NAMES = (
 BLOOM_NAMES = (
     {"hidden_size": "n_embed hidden_size", "num_hidden_layers": "n_layer num_hidden_layers"}
     | {"num_attention_heads": "n_head num_attention_heads", "max_position_embeddings": "seq_length"}
-    | {"rms_norm_eps": "layer_norm_epsilon"}
+    | {"rms_norm_eps": "layer_norm_epsilon", "intermediate_size": "n_inner"}
 )
 MPT_SIZES = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
 MPT_NAMES = MPT_SIZES | {"max_position_embeddings": "max_seq_len", "rms_norm_eps": "layer_norm_epsilon"}
@@ -111,31 +94,29 @@ ALL_BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 
 
 FAMILIES = {
-    "llama": Family(weights.LLAMA, LLAMA | BIASES, requires=lambda m: {"activation": "swiglu"}),  # of Falcon 3
-    "mistral": Family(weights.LLAMA, LLAMA | WINDOW | {"num_key_value_heads": 8}, layers=ALL),
-    "qwen2": Family(weights.LLAMA, QWEN, model={"qkv_bias": True}, layers=LAST),
-    "qwen3": Family(weights.LLAMA, QWEN | {"head_dim": 128, "attention_bias": False}, model=QK_NORM, layers=LAST),
+    "llama": Family(weights.LLAMA, LLAMA | BIASES, requires={"activation": "swiglu"}),  # of Falcon 3
+    "mistral": Family(weights.LLAMA, LLAMA | WINDOW | {"num_key_value_heads": 8}, positions=ALL),
+    "qwen2": Family(weights.LLAMA, QWEN, model={"qkv_bias": True}, positions=LAST),
+    "qwen3": Family(weights.LLAMA, QWEN | {"head_dim": 128, "attention_bias": False}, model=QK_NORM, positions=LAST),
     "smollm3": Family(
         weights.LLAMA,
         {**LLAMA, **BIASES, "num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True}
         | {"no_rope_layers": list | None, "no_rope_layer_interval": 4}
         | {"use_sliding_window": False, "sliding_window": int | None},
-        layers=WITHOUT_POSITIONS,
+        positions=WITHOUT_POSITIONS,
     ),
     "arcee": Family(weights.ARCEE, LLAMA | BIASES | {"hidden_act": "relu2", "rms_norm_eps": 1e-5}, gated=False),
     "phi3": Family(
         weights.PHI3,
         LLAMA | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "sliding_window": int | None},
-        layers=ALL,
-        positions=Rotation(types=PHI3_TYPES, longrope_ctx=4096),
+        positions=ALL._replace(types=PHI3_TYPES, longrope_ctx=4096),
     ),
     "olmo2": Family(weights.OLMO2, OLMO2, model=POST_NORM),
     "olmo3": Family(
         weights.OLMO2,
         OLMO2 | WINDOW | {"rope_theta": 500_000.0},
         model=POST_NORM,
-        layers=SOME,
-        positions=Rotation(sliding_base=500_000.0),
+        positions=SOME._replace(sliding_base=500_000.0),
     ),
     "gemma3_text": Family(
         weights.GEMMA3,
@@ -145,9 +126,8 @@ FAMILIES = {
         | {"sliding_window_pattern": 6, "attention_bias": False},
         names={"hidden_act": "hidden_activation"},
         model={**QK_NORM, "residual": "serial_both"},
-        layers=SOME,
-        positions=Rotation(sliding_base="rope_local_base_freq"),
-        ignored="hidden_act cache_implementation _sliding_window_pattern",  # transformers does not read them
+        positions=SOME._replace(sliding_base="rope_local_base_freq"),
+        ignored="hidden_act _sliding_window_pattern",  # transformers does not read them
         fold=weights.fold_gemma3,
         unfold=weights.unfold_gemma3,
     ),
@@ -157,12 +137,10 @@ FAMILIES = {
         | {"tie_word_embeddings": True, "sliding_window_pattern": 4, "logit_scale": 0.0625},
         names=LAYER_NORM,
         model={**LAYER, "norm_bias": False, "residual": "parallel_shared"},
-        layers=SOME._replace(only_windows_rotate=True),
-        positions=Rotation(interleaved=True),
-        # transformers divides the width by the heads, whatever head_dim is. The others, of older files, describe the
-        # architecture, and transformers does not read them.
-        requires=lambda m: {"head_dim": m.head_width, **COHERE2_NOTES},
-        ignored="cache_implementation layer_switch rotary_pct _sliding_window_pattern",
+        positions=SOME._replace(only_windows_rotate=True, interleaved=True),
+        # transformers does not read them; most, of older files, describe the architecture
+        ignored="""layer_switch rotary_pct _sliding_window_pattern use_embedding_sharing use_gated_activation
+            use_parallel_block use_parallel_embedding order_of_interleaved_layers position_embedding_type""",
         fold=weights.fold_cohere2,
     ),
     "granite": Family(weights.LLAMA, LLAMA | BIASES | GRANITE, fold=weights.fold_granite),
@@ -185,11 +163,11 @@ FAMILIES = {
     ),
     "gptj": Family(
         weights.GPTJ,
-        GPT2 | ROPE | {"max_position_embeddings": 2048, "rotary_dim": 64},
+        GPT2 | {"max_position_embeddings": 2048, "rotary_dim": 64},
         names=GPT2_NAMES,
         model={**LAYER, "mlp_bias": True, "head_bias": True, "residual": "parallel_shared"},
         gated=False,
-        positions=Rotation(interleaved=True, types={"default": "default"}, base=10_000.0),
+        positions=PositionRule(interleaved=True),
         ignored="rope_theta scale_attn_weights",  # as transformers
     ),
     "gpt2": Family(
@@ -199,20 +177,15 @@ FAMILIES = {
         names=GPT2_NAMES,
         model={**LAYER, **ALL_BIASES},
         gated=False,
-        positions={"kind": "learned"},
-        ignored="reorder_and_upcast_attn",  # the same scores in another order
+        positions=PositionRule({"kind": "learned"}),
         fold=weights.fold_gpt2,
     ),
     "bloom": Family(
         weights.BLOOM,
-        BASIC | {"max_position_embeddings": int | None, "tie_word_embeddings": True},
+        BASIC | {"max_position_embeddings": int | None, "intermediate_size": int | None, "tie_word_embeddings": True},
         names=BLOOM_NAMES,
         model={**LAYER, **ALL_BIASES, "mlp": "gelu"},
-        positions={"kind": "alibi"},
-        requires=lambda m: {"n_inner": 4 * m.width},
-        # Settings of the code that trained these models, and of sums in another order
-        ignored="""attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi skip_bias_add
-            skip_bias_add_qkv slow_but_exact""",
+        positions=PositionRule({"kind": "alibi"}),
         fold=weights.fold_bloom,
     ),
     "mpt": Family(
@@ -220,11 +193,9 @@ FAMILIES = {
         BASIC | {"max_position_embeddings": 2048, "tie_word_embeddings": True},
         names=MPT_NAMES,
         model={**LAYER, "norm_bias": False, "mlp": "gelu_exact"},
-        positions={"kind": "alibi"},
-        requires=lambda m: {"no_bias": True, "expansion_ratio": 4, "attn_config": MPT_ATTENTION},
-        # transformers reads none of these; learned_pos_emb beside ALiBi neither
-        ignored="""learned_pos_emb init_device init_config embedding_fraction verbose norm_type emb_pdrop tokenizer_name
-            attn_impl attn_uses_sequence_id""",
+        positions=PositionRule({"kind": "alibi"}),
+        requires={"no_bias": True, "expansion_ratio": 4, "attn_config": MPT_ATTENTION},
+        ignored="learned_pos_emb embedding_fraction norm_type attn_uses_sequence_id",  # as transformers
     ),
 }  # by model_type
 
@@ -232,28 +203,28 @@ FAMILIES = {
 # ---- settings ----
 
 
-def read_family(c: Config, family: Family, ctx: int, train_ctx: int | None) -> tuple[ModelConfig, PositionSettings]:
-    """The settings in config.json. ctx: the longest length to evaluate; train_ctx: that of the pre-training, or None.
+def read_settings(c: Config, ctx: int, train_ctx: int | None) -> tuple[TrainConfig, int, Family]:
+    """(settings, vocabulary size, family) of a config.json.
 
-    UserError for a setting that our GPT does not have. c.settings then has the values of the family's keys.
+    ctx: the longest length to evaluate; train_ctx: that of the pre-training, or None. UserError for a setting that our
+    GPT does not have, and if the file says another context than train_ctx. c.settings then has the values of the
+    family's keys.
     """
+    model_type = str(c.values.get("model_type"))
+    c.check(model_type in FAMILIES, "model_type", model_type, f"not supported; there are {', '.join(sorted(FAMILIES))}")
+    family = FAMILIES[model_type]
     c.settings = c.read(family.keys, family.names)
     m = read_model(c, family)
-    c.ignore(family.ignored)
-    c.require(family.requires(m))
-    if isinstance(family.positions, Rotation):
-        positions = read_positions(c, family.layers, family.positions, m.head_width, train_ctx)
-    else:
-        longest = c.settings["max_position_embeddings"]
-        learned = family.positions["kind"] == "learned"
-        if learned and longest < ctx:
-            reason = f"not supported past itself, and ctx={ctx}: try ctx={longest}"
-            raise c.refuse("max_position_embeddings", longest, reason)
-        knobs = family.positions | ({"max_positions": longest} if learned else {})
-        L = agreed_ctx(c, longest, train_ctx, f"{c.path}: does not contain the context it was trained at")
-        positions = PositionSettings(knobs, {"kind": "none"}, L, L)
+    c.keys_read |= set(family.ignored.split())
+    # Families without the key head_dim divide the width by the heads, whatever it is in the file
+    c.require({"head_dim": m.head_width, **family.requires})
+    pos, scaling, L, longest, layers = read_positions(c, family.positions, m.head_width, ctx, train_ctx)
     c.finish()
-    return m, positions
+    check(train_ctx in (None, L), "train_ctx", train_ctx, f"left out: {c.path} says {L}")
+    cfg = TrainConfig(model=m, pos=pos, scaling=scaling, layers=layers, ctx=longest, steps=0, dtype="float32")
+    if longest > L:  # extended, as a run of ours that was fine-tuned with init=
+        cfg.init, cfg.pretrained = "hf", {"ctx": L, "run": "config.json"}
+    return cfg, c.settings["vocab_size"], family
 
 
 def read_model(c: Config, family: Family) -> ModelConfig:
@@ -261,23 +232,16 @@ def read_model(c: Config, family: Family) -> ModelConfig:
     m = ModelConfig(**{setting: s[key] for key, setting in SETTINGS.items() if key in keys})
     m.mlp_width = m.mlp_width or 4 * m.width
     m.qkv_bias |= m.out_bias
-    if "num_key_value_heads" in keys:
-        m.n_kv_heads = m.kv_heads
-    if "head_dim" in keys:
-        m.head_dim = max(1, m.head_width)
     if "hidden_act" in keys:
         known = ACTIVATIONS[family.gated]
-        if s["hidden_act"] not in known:
-            raise c.refuse("hidden_act", s["hidden_act"], f"not supported: must be {', '.join(known)}")
+        c.check(s["hidden_act"] in known, "hidden_act", s["hidden_act"], f"not supported: must be {', '.join(known)}")
         m.mlp = known[s["hidden_act"]]
     for name, value in family.model.items():
         setattr(m, name, value)
     if not s.get("use_parallel_residual", True):
         m.residual = "serial"
-    if m.head_dim is None and m.width % m.n_heads:
-        raise c.refuse("hidden_size", m.width, f"must be a multiple of the {m.n_heads} attention heads")
-    if m.n_heads % m.kv_heads:
-        raise c.refuse("num_key_value_heads", m.kv_heads, f"must be a divisor of the {m.n_heads} attention heads")
+    c.check(m.head_dim or m.width % m.n_heads == 0, "hidden_size", m.width, f"must be a multiple of {m.n_heads} heads")
+    c.check(m.n_heads % m.kv_heads == 0, "num_key_value_heads", m.kv_heads, f"must be a divisor of {m.n_heads} heads")
     return m
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
+from conf.errors import UserError, check
 from conf.registry import describe, yaml_values
 from conf.schema import EvalConfig, TrainConfig
 from data.corpus import Document, HeldOut, held_out_texts
@@ -20,13 +20,13 @@ from data.tokenizer import CheckpointTokenizer
 from engine.device import store_in_bfloat16, uses_bfloat16
 from engine.finetune import Parent
 from engine.run import Run, check_fits, default_ctx
-from hf.checkpoint import Checkpoint, open_folder
-from hf.config import Config
-from hf.families import FAMILIES, Family, read_family
+from hf.checkpoint import Checkpoint, ensure, open_folder
+from hf.families import Family, read_settings
 from hf.gguf_file import open_gguf, open_pretrained
 from hf.weights import to_ours
 from model import gpt
 
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 HEADS = ("lm_head.weight", "embed_out.weight")  # a file may have either in place of the other
 # Constants of old checkpoints
 BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.(attention|attn)\.(bias|masked_bias)$")
@@ -37,10 +37,8 @@ LEFT_OUT = "its tokenizer puts {} at the beginning of a text; none is added here
 def open_checkpoint(name: str, setting: str = "run") -> Checkpoint:
     """The checkpoint that hf:FOLDER, gguf:FILE or pretrained:NAME names. UserError if there is none."""
     kind, _, rest = name.partition(":")
-    if kind == "hf":
-        return open_folder(Path(rest).expanduser())
-    if kind == "gguf":
-        return open_gguf(Path(rest).expanduser())
+    if kind in ("hf", "gguf"):
+        return (open_folder if kind == "hf" else open_gguf)(Path(rest).expanduser())
     if kind == "pretrained":
         return open_pretrained(rest)
     raise UserError(f"{setting}={name}: must be the name of a run, hf:FOLDER, gguf:FILE or pretrained:NAME")
@@ -60,20 +58,6 @@ def read_checkpoint(
     return cfg, read_weights(source, cfg, family, keep_bfloat16), vocab_size
 
 
-def read_settings(c: Config, ctx: int, train_ctx: int | None) -> tuple[TrainConfig, int, Family]:
-    """(settings, vocabulary size, family) of a config.json."""
-    model_type = c.values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise c.refuse("model_type", model_type, f"not supported; there are {', '.join(sorted(FAMILIES))}")
-    m, positions = read_family(c, FAMILIES[model_type], ctx, train_ctx)
-    cfg = TrainConfig(model=m, pos=positions.pos, scaling=positions.scaling, ctx=positions.longest_ctx)
-    cfg.layers = positions.layers
-    cfg.steps, cfg.dtype = 0, "float32"
-    if positions.longest_ctx > positions.train_ctx:  # extended, as a run of ours that was fine-tuned with init=
-        cfg.init, cfg.pretrained = "hf", {"ctx": positions.train_ctx, "run": "config.json"}
-    return cfg, c.settings["vocab_size"], FAMILIES[model_type]
-
-
 def read_weights(source: Checkpoint, cfg: TrainConfig, family: Family, keep_bfloat16: bool) -> dict[str, Tensor]:
     """Our state dict. UserError for a tensor that is missing, misshapen or has no place in our GPT.
 
@@ -81,8 +65,8 @@ def read_weights(source: Checkpoint, cfg: TrainConfig, family: Family, keep_bflo
     """
     path, m, values, tensors = source.path, cfg.model, source.config.settings, source.open_tensors()
     table = family.table
-    if m.n_layers > len(tensors):  # a model of billions of layers is not built first
-        raise UserError(f"{path}: has {len(tensors)} tensors for {m.n_layers} layers")
+    # A model of billions of layers is not built first
+    ensure(m.n_layers <= len(tensors), f"{path}: has {len(tensors)} tensors for {m.n_layers} layers")
     with torch.device("meta"):  # for the names and shapes of its parameters only
         model = gpt.GPT(m, gpt.build_encoding(cfg), values["vocab_size"])
     shapes = {name: p.shape for name, p in model.state_dict().items()}
@@ -94,25 +78,21 @@ def read_weights(source: Checkpoint, cfg: TrainConfig, family: Family, keep_bflo
         """Remove a tensor from `tensors` and load it. What is left there at the end has no place."""
         names = (source.rename(name), name.removeprefix(prefix), *(HEADS if name in HEADS else ()))
         present = [n for n in names if n in tensors]
-        if not present:
-            raise UserError(f"{path}: its weights have no {name}")
+        ensure(present, f"{path}: its weights have no {name}")
         name, x = present[0], tensors.pop(present[0])()
-        if tuple(x.shape) != shape:
-            raise UserError(f"{path}: {name} has shape {list(x.shape)}, and config.json asks for {list(shape)}")
-        if x.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-            raise UserError(f"{path}: {name} is {x.dtype}: quantised weights are not supported")
-        if not x.isfinite().all():
-            raise UserError(f"{path}: {name} has values that are not finite (NaN or Inf)")
+        ensure(tuple(x.shape) == shape, f"{path}: {name} has shape {list(x.shape)}, config.json asks for {list(shape)}")
+        ensure(x.dtype in FLOATS, f"{path}: {name} is {x.dtype}: quantised weights are not supported")
+        ensure(x.isfinite().all(), f"{path}: {name} has values that are not finite (NaN or Inf)")
         return x if keep and x.dtype == torch.bfloat16 and x.dim() == 2 else x.float()
 
     ours = to_ours(table, m, shapes, take)
     for name in [n for n in HEADS if n in tensors and m.tied_head]:  # a redundant copy of the embeddings
-        if not torch.equal(tensors.pop(name)().float(), ours["head.weight"].float()):
-            raise UserError(f"{path}: {name} differs from the embeddings that config.json ties it to")
+        equal = torch.equal(tensors.pop(name)().float(), ours["head.weight"].float())
+        ensure(equal, f"{path}: {name} differs from the embeddings that config.json ties it to")
     if family.fold is not None:
         family.fold(values, m, ours, take)
-    if unplaced := [name for name in tensors if not BUFFERS.search(name)]:
-        raise UserError(f"{path}: {unplaced[0]} has no place in this model ({len(unplaced)} such tensors)")
+    unplaced = [name for name in tensors if not BUFFERS.search(name)]
+    ensure(not unplaced, f"{path}: {', '.join(unplaced[:1])} has no place in this model ({len(unplaced)} such tensors)")
     return ours
 
 
@@ -192,8 +172,8 @@ def foreign_parent(cfg: TrainConfig) -> Parent:
     assert cfg.init is not None
     source = open_checkpoint(cfg.init, "init")
     theirs, weights, vocab_size = read_checkpoint(source, cfg.ctx)
-    if theirs.scaling["kind"] != "none":
-        raise UserError(f"init={cfg.init}: its config has scaling={theirs.scaling['kind']}, which cannot be continued")
+    scaling = theirs.scaling["kind"]
+    check(scaling == "none", f"init={cfg.init}: the scaling of its config", scaling, "none to be continued")
     theirs.data = {**cfg.data, "tokenizer": "checkpoint", "vocab_size": vocab_size}
     pretrained = {"ctx": theirs.ctx, "tokens": source.tokens, "run": cfg.init, "weights": source.digest({})}
     fixed = ("model", "attention", "data.tokenizer", "data.vocab_size")

@@ -1,13 +1,12 @@
 """Tokenizers of the tokenizers package, from the tokens of a run or a GGUF file and their ranks, merges or scores."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import tiktoken
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from conf.errors import UserError
+from conf.errors import UserError, check
 from data.tokenizer import END, byte_letters
 
 # tokenizer.ggml.pre -> the patterns that split the text before byte-pair merges, as in llama.cpp (src/llama-vocab.cpp)
@@ -37,19 +36,15 @@ def of_run(encoding: tiktoken.Encoding) -> Tokenizer:
     ids = {"".join(letters[b] for b in token): rank for token, rank in sorted(ranks.items(), key=lambda x: x[1])}
     merges = [pair for token in ids for pair in splits(token, ids)]
     # The id of END is the next one: encoding.eot_token
-    return byte_level(ids, merges, [encoding._pat_str], [END], ignore_merges=True)
+    return with_special(byte_level(ids, merges, [encoding._pat_str], ignore_merges=True), [END])
 
 
 def of_gguf(path: Path, values: dict[str, Any]) -> Tokenizer:
     """The one in the metadata of a GGUF file. UserError if there is none, or one of a kind that we do not read."""
     metadata = {key.removeprefix("tokenizer.ggml."): value for key, value in values.items()}
-
-    def choose(key: str, known: Iterable[str]) -> str:
-        if metadata.get(key) not in known:
-            raise UserError(f"{path}: tokenizer.ggml.{key}={metadata.get(key)}: must be {', '.join(known)}")
-        return metadata[key]
-
-    kind = choose("model", ["gpt2", "llama"])
+    kind, pre = metadata.get("model"), str(metadata.get("pre"))
+    check(kind in ("gpt2", "llama"), f"{path}: tokenizer.ggml.model", kind, "gpt2 or llama")
+    check(kind == "llama" or pre in WORDS, f"{path}: tokenizer.ggml.pre", pre, ", ".join(WORDS))
     if not (tokens := metadata.get("tokens")) or (kind == "llama" and not metadata.get("scores")):
         raise UserError(f"{path}: tokenizer.ggml.tokens and, of model=llama, scores: must be given")
     ids = {token: i for i, token in enumerate(tokens)}
@@ -57,12 +52,16 @@ def of_gguf(path: Path, values: dict[str, Any]) -> Tokenizer:
     special = [token for token, token_type in types if token_type in (CONTROL, USER_DEFINED)]
     if kind == "llama":
         unknown, space = tokens[metadata.get("unknown_token_id", 0)], metadata.get("add_space_prefix", True)
-        return sentencepiece(ids, metadata["scores"], unknown, space, special)
-    pre = choose("pre", WORDS)
+        return with_special(sentencepiece(ids, metadata["scores"], unknown, space), special)
     merges = [(a, b) for a, _, b in (merge.partition(" ") for merge in metadata.get("merges", []))]
-    tokenizer = byte_level(ids, merges, WORDS[pre], special, ignore_merges=pre == "llama-bpe")
+    tokenizer = byte_level(ids, merges, WORDS[pre], ignore_merges=pre == "llama-bpe")
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
+    return with_special(tokenizer, special)
+
+
+def with_special(tokenizer: Tokenizer, special: list[str]) -> Tokenizer:
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     return tokenizer
 
 
@@ -72,16 +71,13 @@ def splits(token: str, ids: dict[str, int]) -> Merges:
     return [(a, b) for a, b in pairs if a in ids and b in ids]
 
 
-def byte_level(
-    ids: dict[str, int], merges: Merges, words: list[str], special: list[str], ignore_merges: bool
-) -> Tokenizer:
+def byte_level(ids: dict[str, int], merges: Merges, words: list[str], ignore_merges: bool) -> Tokenizer:
     """GPT-2's kind: text is split into words by patterns, one after another, and the bytes of a word are merged.
 
     ignore_merges: a word that is a token becomes this token, even if no merges lead to it.
     """
     tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=ignore_merges))
     tokenizer.pre_tokenizer, tokenizer.decoder = split_words(words), decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     return tokenizer
 
 
@@ -90,7 +86,7 @@ def split_words(words: list[str]) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([*patterns, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def sentencepiece(ids: dict[str, int], scores: list[float], unknown: str, space: bool, special: list[str]) -> Tokenizer:
+def sentencepiece(ids: dict[str, int], scores: list[float], unknown: str, space: bool) -> Tokenizer:
     """SentencePiece's kind: ▁ stands for a space, and the pairs that make the tokens of the highest scores are merged.
 
     space: whether one is put before the text. SentencePiece has no list of merges: every split of a token becomes one.
@@ -103,5 +99,4 @@ def sentencepiece(ids: dict[str, int], scores: list[float], unknown: str, space:
     tokenizer.normalizer = normalizers.Sequence([*begin, normalizers.Replace(" ", "▁")])
     back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*back, *end])
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     return tokenizer

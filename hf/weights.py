@@ -1,13 +1,14 @@
 """The weights of each family in a Hugging Face checkpoint, and the way between them and ours.
 
-One table serves both directions: `to_ours` concatenates the checkpoint's tensors, `from_ours` splits ours. What our GPT
+One table serves both directions: `to_ours` concatenates the checkpoint's tensors, `from_ours` splits ours (of the
+families that hf/write.py writes). What our GPT
 has no setting for is multiplied into the weights when they are read, by the family's fold, so that it costs no code in
 the model.
 
 Letters: C width, H query heads, G key-value heads, D head width, i layer.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +41,6 @@ class Table(NamedTuple):
     layers: str  # the checkpoint's name of what is `blocks` in our GPT
     layer: dict[str, str | tuple[str, ...]]
 
-    def but(self, **layer: str) -> "Table":
-        """This table with other entries of each layer, in which __ stands for a dot."""
-        return self._replace(layer=self.layer | {name.replace("__", "."): entry for name, entry in layer.items()})
-
 
 NORMS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
 LLAMA = Table(
@@ -55,12 +52,12 @@ LLAMA = Table(
     | {"attention.out": "self_attn.o_proj"}
     | {"mlp.up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.down": "mlp.down_proj"},
 )
-ARCEE = LLAMA.but(mlp__up="mlp.up_proj")  # no gate
-PHI3 = LLAMA.but(attention__qkv="self_attn.qkv_proj", mlp__up="mlp.gate_up_proj")
-OLMO2 = LLAMA.but(norm1="post_attention_layernorm", norm2="post_feedforward_layernorm")
-GEMMA3 = LLAMA.but(
-    post_norm1="post_attention_layernorm", norm2="pre_feedforward_layernorm", post_norm2="post_feedforward_layernorm"
-)
+ARCEE = LLAMA._replace(layer=LLAMA.layer | {"mlp.up": "mlp.up_proj"})  # no gate
+PHI3 = LLAMA._replace(layer=LLAMA.layer | {"attention.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"})
+POST_NORMS = {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"}
+OLMO2 = LLAMA._replace(layer=LLAMA.layer | POST_NORMS)
+GEMMA3_NORMS = {f"post_{name}": entry for name, entry in POST_NORMS.items()} | {"norm2": "pre_feedforward_layernorm"}
+GEMMA3 = LLAMA._replace(layer=LLAMA.layer | GEMMA3_NORMS)
 NEOX = Table(
     {"tokens": "gpt_neox.embed_in", "norm": "gpt_neox.final_layer_norm", "head": "embed_out"},
     "gpt_neox.layers",
@@ -81,10 +78,11 @@ GPT2 = Table(
     | {"attention.qkv": Transposed("attn.c_attn"), "attention.out": Transposed("attn.c_proj")}
     | {"mlp.up": Transposed("mlp.c_fc"), "mlp.down": Transposed("mlp.c_proj")},
 )
-BLOOM = NEOX._replace(
-    outside={"tokens": "transformer.word_embeddings", "norm": "transformer.ln_f", "head": "lm_head"},
-    layers="transformer.h",
-).but(attention__qkv=ByHead("self_attention.query_key_value"), attention__out="self_attention.dense")
+BLOOM = Table(
+    {"tokens": "transformer.word_embeddings", "norm": "transformer.ln_f", "head": "lm_head"},
+    "transformer.h",
+    NEOX.layer | {"attention.qkv": ByHead("self_attention.query_key_value"), "attention.out": "self_attention.dense"},
+)
 MPT = Table(
     {"tokens": "transformer.wte", "norm": "transformer.norm_f", "head": "lm_head"},
     "transformer.blocks",
@@ -98,10 +96,10 @@ MPT = Table(
 Take = Callable[[str, tuple[int, ...]], Tensor]  # (name, shape) -> the checkpoint's tensor, after a check of its shape
 
 
-def place(table: Table, m: ModelConfig, name: str, rows: int) -> tuple[dict[str, int], type]:
-    """The tensors of a checkpoint that make up our parameter: ({tensor name: number of rows}, the type of the entry).
+def place(table: Table, m: ModelConfig, name: str, shape: Sequence[int]) -> tuple[dict[str, tuple[int, ...]], type]:
+    """The tensors of a checkpoint that make up our parameter: ({tensor name: its shape}, the type of the entry).
 
-    name, rows: of our parameter. Several tensors are concatenated along their rows, in this order. KeyError if the
+    name, shape: of our parameter. Several tensors are concatenated along their rows, in this order. KeyError if the
     table has no entry for the parameter.
     """
     module, _, kind = name.rpartition(".")  # kind: weight or bias
@@ -111,27 +109,27 @@ def place(table: Table, m: ModelConfig, name: str, rows: int) -> tuple[dict[str,
     else:
         entry, prefix = table.outside[module], ""
     modules = (entry,) if isinstance(entry, str) else entry
-    sizes = [rows // len(modules)] * len(modules)  # one module, or gate and up, which are equal
+    sizes = [shape[0] // len(modules)] * len(modules)  # one module, or gate and up, which are equal
     if module == "attention.qkv" and len(modules) == 3:
         sizes = [m.n_heads * m.head_width, m.kv_heads * m.head_width, m.kv_heads * m.head_width]
-    parts = {f"{prefix}{part}.{kind}": size for part, size in zip(modules, sizes, strict=True)}
-    return parts, type(entry)
+    shapes = [(size, *shape[1:]) for size in sizes]
+    if isinstance(entry, Transposed):
+        shapes = [tuple(reversed(x)) for x in shapes]
+    return {f"{prefix}{part}.{kind}": x for part, x in zip(modules, shapes, strict=True)}, type(entry)
 
 
 def to_ours(table: Table, m: ModelConfig, shapes: Mapping[str, torch.Size], take: Take) -> dict[str, Tensor]:
     """Our state dict from a checkpoint's tensors. shapes: name -> shape of all our parameters."""
     ours = {}
-    for name, (rows, *columns) in shapes.items():
+    for name, shape in shapes.items():
         if name == "head.weight" and m.tied_head:
             continue
-        parts, layout = place(table, m, name, rows)
-        if layout is Transposed and columns:
-            (part,) = parts
-            ours[name] = take(part, (*columns, rows)).T.contiguous()
-            continue
-        x = torch.cat([take(part, (size, *columns)) for part, size in parts.items()])  # [rows, C] or [rows]
+        parts, layout = place(table, m, name, shape)
+        x = torch.cat([take(part, its_shape) for part, its_shape in parts.items()])  # [rows, C] or [rows]
+        if layout is Transposed:
+            x = x.t().contiguous()
         if layout is ByHead:
-            x = x.view(m.n_heads, 3, m.head_width, *columns).transpose(0, 1).reshape(rows, *columns)
+            x = x.view(m.n_heads, 3, m.head_width, *shape[1:]).transpose(0, 1).reshape(shape)
         ours[name] = x
     if m.tied_head:
         ours["head.weight"] = ours["tokens.weight"]
@@ -139,18 +137,13 @@ def to_ours(table: Table, m: ModelConfig, shapes: Mapping[str, torch.Size], take
 
 
 def from_ours(table: Table, m: ModelConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The checkpoint's tensors, by their names there: the inverse of `to_ours`."""
+    """The checkpoint's tensors, by their names there: the inverse of `to_ours` for tables of rows in our order."""
     tensors = {}
     for name, x in ours.items():
         if name == "head.weight" and m.tied_head:
             continue
-        parts, layout = place(table, m, name, len(x))
-        if layout is Transposed and x.dim() == 2:
-            x = x.T
-        if layout is ByHead:
-            x = x.view(3, m.n_heads, m.head_width, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
-        sizes = list(parts.values()) if len(parts) > 1 else len(x)
-        tensors |= zip(parts, x.split(sizes), strict=True)
+        parts, _ = place(table, m, name, x.shape)
+        tensors |= zip(parts, x.split([rows for rows, *_ in parts.values()]), strict=True)
     return tensors
 
 

@@ -16,15 +16,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from conf.errors import UserError, file_errors
+from conf.errors import UserError, check, file_errors
 from conf.registry import describe
 from conf.schema import ModelConfig, TrainConfig
 from data.corpus import Corpus
 from engine.run import Run
-from hf.config import Config
-from hf.families import FAMILIES, model_keys, read_model
-from hf.layers import Layer, layer_keys, layers_of
-from hf.open import read_settings
+from hf.checkpoint import Config
+from hf.families import FAMILIES, model_keys, read_model, read_settings
+from hf.positions import Layer, layer_keys, layers_of
 from hf.tokenizer import of_run
 from hf.weights import from_ours
 from model.gpt import describe_encoding
@@ -38,10 +37,8 @@ WRITTEN |= {"olmo3": "Olmo3", "gemma3_text": "Gemma3", "cohere2": "Cohere2"}
 def write_checkpoint(run: Run, out: Path) -> str:
     """Write run to the new folder out, completely or not at all; returns its model_type.
 
-    UserError if the run has a setting that transformers cannot express, if out exists or if it cannot be written.
+    UserError if the run has a setting that transformers cannot express, or if out cannot be written.
     """
-    if out.exists():
-        raise UserError(f"out={out}: is there already: choose another or remove it")
     assert isinstance(run.corpus, Corpus)  # our own runs have one
     cfg, encoding = run.cfg, run.corpus.encoding
     end = encoding.eot_token
@@ -53,15 +50,11 @@ def write_checkpoint(run: Run, out: Path) -> str:
     m = in_their_terms(cfg.model, state["blocks.0.mlp.down.weight"].shape[1])
     config = choose_family(run, m, encoding.n_vocab)
     model_type = config["model_type"]
-    # The default of pad_token_id is above our vocab_size in some families
-    config |= {"bos_token_id": end, "eos_token_id": end, "pad_token_id": None}
-    special = dict.fromkeys(("bos_token", "eos_token"), encoding.decode([end]))
-    limits = {"clean_up_tokenization_spaces": False, "model_max_length": cfg.ctx}
-    json_files = {
-        "config": config,
-        "generation_config": {"bos_token_id": end, "eos_token_id": end},
-        "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", **special, **limits},
-    }
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end)
+    config |= {**ends, "pad_token_id": None}  # its default is above our vocab_size in some families
+    about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    about |= {"model_max_length": cfg.ctx, **dict.fromkeys(("bos_token", "eos_token"), encoding.decode([end]))}
+    json_files = {"config": config, "generation_config": ends, "tokenizer_config": about}
     files = {f"{name}.json": json.dumps(x, indent=1, ensure_ascii=False) for name, x in json_files.items()}
     files["README.md"] = model_card(run, out, model_type)
     # That of the checkpoint it started from is copied
@@ -102,12 +95,12 @@ def choose_family(run: Run, m: ModelConfig, vocab_size: int) -> dict[str, Any]:
     UserError if there is none, which names a setting that the most similar family does not have.
     """
     cfg, layers, lacking = run.cfg, layers_of(run.cfg), {}
-    if m.width % m.n_heads:
-        raise UserError(f"model.width={m.width}: cannot be exported: must be a multiple of model.n_heads={m.n_heads}")
+    check(m.width % m.n_heads == 0, "model.width", m.width, f"a multiple of model.n_heads={m.n_heads} to be exported")
     for model_type, name in WRITTEN.items():
         family = FAMILIES[model_type]
-        of_layers = layer_keys(layers, cfg.ctx, family.by_type)
-        if not cfg.layers and not family.by_type:
+        by_type = family.positions.sliding_base is not None
+        of_layers = layer_keys(layers, cfg.ctx, by_type)
+        if not cfg.layers and layers[0].rope and not by_type:
             of_layers = {"rope_parameters": of_layers["rope_parameters"]}
         keys = model_keys(m, family) | of_layers | {"vocab_size": vocab_size, "max_position_embeddings": cfg.ctx}
         config: dict[str, Any] = {"architectures": [f"{name}ForCausalLM"], "model_type": model_type, "dtype": "float32"}
@@ -148,25 +141,20 @@ def model_card(run: Run, out: Path, model_type: str) -> str:
     """README.md in the Hub's format: YAML between two lines of dashes, then Markdown."""
     cfg, L, trained, train_ctx = run.cfg, run.context.train_ctx, run.context.longest_trained_ctx, train_ctx_of(run)
     scaling = describe("scaling", cfg.scaling)
-    context = f"{trained} tokens" if trained == L else f"{L} tokens, then extended to {trained} with scaling={scaling}"
     validation = ", ".join(f"{name} {value:.4f}" for name, value in run.validation.items())
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
 tags: [ropewalk, {cfg.pos["kind"]}, {scaling.split()[0]}]
 ---
-
 # {out.name}
 
-A small language model that ropewalk trained to measure how positional encodings extrapolate to longer contexts: an
-object of study, not an assistant. It is the run `{run.name}`, written by `python export.py run={run.name} out={out}`.
+The run `{run.name}` of ropewalk, written by export.py as {model_type}: an object of study, not an assistant.
 
-* {model_type}: {cfg.model.n_layers} layers, width {cfg.model.width}, {describe_encoding(cfg)}, scaling={scaling}
-* training: {context}, data={describe("data", cfg.data)}, {run.step} steps of {cfg.batch_tokens} tokens
+* {cfg.model.n_layers} layers, width {cfg.model.width}, {describe_encoding(cfg)}, scaling={scaling}
+* training: {trained} tokens (first {L}), data={describe("data", cfg.data)}, {run.step} x {cfg.batch_tokens} tokens
 * on held-out text in the trained window: {validation or "not measured"}
-
-`python eval.py run=hf:{out} ctx={4 * trained}{f" train_ctx={train_ctx}" if train_ctx else ""}` measures its loss
-against context length in ropewalk. Beyond the trained context it is expected to grow.
+* its loss by context: `python eval.py run=hf:{out} ctx={4 * trained}{f" train_ctx={train_ctx}" if train_ctx else ""}`
 """
 
 

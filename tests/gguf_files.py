@@ -67,17 +67,13 @@ def write_gguf(
     model = model or random_model(arch, len(tokens), tied)
     config = model.config
     w = gguf.GGUFWriter(path, arch)
-    w.add_block_count(2)
-    w.add_context_length(L)
-    w.add_embedding_length(64)
-    w.add_feed_forward_length(96)
-    w.add_head_count(4)
-    w.add_head_count_kv(2)
-    w.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    w.add_layer_norm_rms_eps(config.rms_norm_eps)
+    sizes = {"block_count": 2, "context_length": L, "embedding_length": 64, "feed_forward_length": 96}
+    sizes |= {"head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": config.rms_norm_eps}
+    sizes |= {"rope_freq_base": config.rope_parameters["rope_theta"]}
     if arch == "qwen3":  # transformers does not read it, and takes its default of 128
-        w.add_key_length(128)
-        w.add_value_length(128)
+        sizes |= {"key_length": 128, "value_length": 128}
+    for key, value in sizes.items():
+        getattr(w, f"add_{key}")(value)
     for key, value in (extra or {}).items():
         w.add_float32(key, value) if isinstance(value, float) else w.add_string(key, value)
     if tokenizer:
