@@ -3,8 +3,8 @@
 By default (matched targets) the last tokens of windows of the same held-out documents are scored at every length
 n = 64 .. ctx, with the n tokens before them as input. The targets are the same at every n, so a change of the loss is
 due to the context. Every evaluation also measures no scaling and two controls that see as many tokens as the trained
-context has: in the window control each query attends to so many tokens, in truncation only so many are given. A method
-that does not beat the better control has not extended the context.
+context has: in the window control each query attends to so many tokens, in truncation only so many are given (the row
+without scaling at the longest trained length, so it costs nothing more). A method that does not beat the better control has not extended the context.
 
 Finished lengths are kept in files under runs/NAME/eval and are not measured again.
 """
@@ -65,7 +65,7 @@ def evaluate(cfg: EvalConfig) -> None:
     title = f"{run.name}: pos={run.context.pos}, trained at {run.context.train_ctx} tokens, task={task.label}"
     report.draw(selected, figure, title)
     for method in methods:
-        if missing[method.label]:
+        if missing[method.label]:  # else all its lengths have been logged before
             log_curve(cfg.project, evaluation, method, curves, figure)
     print(f"\nrows: {folder}/*.jsonl   picture: {figure}   with other runs: python compare.py")
 

@@ -41,7 +41,7 @@ def generate(
     """Yield cfg.tokens token ids that continue `start`, one by one; the same ids for the same seed.
 
     start: the ids of the prompt, at least one. n_vocab: the number of real tokens; the model's logits have more
-    columns, because the vocabulary is padded to a multiple of 64 (data/corpus.py).
+    columns, because the vocabulary is padded to a multiple of 64 (data/tokenizer.py).
     """
     generator = torch.Generator().manual_seed(cfg.seed)
     text = torch.tensor([start], device=device)  # [1, n]

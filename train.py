@@ -3,7 +3,7 @@
 Run the same command again to resume from the last checkpoint. `python train.py --help` lists every setting.
 
 The run is the folder runs/NAME with config.json and ckpt.pt. The loss is in nats per token. Under torchrun the same
-code runs in every process; engine/distributed.py has the calls between them, and with one process they do nothing.
+code runs in every process; engine/distributed.py has the calls between them, which one process makes alone.
 """
 
 import math
@@ -95,7 +95,7 @@ def check_settings(cfg: TrainConfig) -> None:
     Examples: shard=true in one process, a scaling method that does not apply to the encoding, positions drawn from a
     longer range than the encoding has.
     """
-    distributed.local_rows(cfg.batch_tokens, cfg.ctx)
+    distributed.local_rows(cfg.batch_tokens, cfg.ctx)  # UserError if they cannot be split
     if cfg.shard and distributed.world() == 1:
         raise UserError("shard=True: needs more than one process: torchrun --nproc_per_node=N train.py shard=true ...")
     encoding = gpt.build_encoding(cfg)

@@ -38,7 +38,7 @@ def recompute_blocks(model: GPT) -> None:
 
 
 def compile_blocks(model: GPT, fallback: bool = True) -> None:
-    """Compile one block, whose code all blocks share, and the loss; in place, so that state dicts keep their names.
+    """Compile the forward of each block, whose code equal blocks share, and the loss; state dicts keep their names.
 
     Not the whole model: that is no faster here and takes longer to compile. fallback: if something cannot be compiled,
     everything runs uncompiled, after a warning. Without it the error is raised: a benchmark must not measure that.

@@ -43,7 +43,7 @@ class Method:
     scalings: list[dict]
 
 
-NONE = Method("none", [yaml_values("scaling", "none")])
+NONE = Method("none", [yaml_values("scaling", "none")])  # what the run was trained with stays
 WINDOW = Method("window", [yaml_values("scaling", "window")])  # the control
 
 
@@ -55,7 +55,7 @@ def requested_method(cfg: EvalConfig) -> Method:
 def evaluated_lengths(ctx: int | list[int], shortest: int, marks: Sequence[int]) -> list[int]:
     """The context lengths to evaluate, sorted, in tokens.
 
-    A list ctx is used as it is. For a number: shortest, 2 shortest, 4 shortest, ... below ctx, ctx itself, and those of
+    A list ctx stays as it is (`Evaluation` adds the length of truncation). For a number: shortest, 2 shortest, 4 shortest, ... below ctx, ctx itself, and those of
     the marks (L and related lengths) that are below ctx.
     """
     if isinstance(ctx, list):

@@ -94,7 +94,7 @@ def over_seeds(rows: list[Row], windows: list[Row], nones: list[Row]) -> dict[st
     window = {row.run: row for row in windows if row.n == rows[0].n}
     if all(row.run in window for row in rows):
         truncated = {row.run: {row.n: row} for row in nones if row.n == row.longest_trained_ctx}
-        controls = better_controls([window[row.run] for row in rows], truncated)
-        gains = np.stack([per_document_difference(a, b) for a, b in zip(controls, rows, strict=True)])
+        better = better_controls([window[row.run] for row in rows], truncated)
+        gains = np.stack([per_document_difference(a, b) for a, b in zip(better, rows, strict=True)])
         found[GAIN] = (*mean_interval(gains), gains.mean(axis=1))  # of [seeds, documents]
     return found

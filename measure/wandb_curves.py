@@ -29,7 +29,8 @@ LOG2 = "eval/log2_n_over_L"  # the x axis: 0 at the trained context L, 1 at twic
 def log_curve(project: str, evaluation: Evaluation, method: Method, curves: dict[str, Curve], figure: Path) -> None:
     """Log a curve: its points, rows and picture, the columns of the runs table, and the weights that it belongs to.
 
-    curves: label -> curve, also none and window.
+    curves: label -> curve, also none and window; aligned (measure/curves.py, `align`), so that losses at long n differ
+    from those of the rows in their file, which is attached.
     """
     curve, none, trained = curves[method.label], curves[NONE.label].by_length(), evaluation.run
     (bars,) = controls(curves.values()).values()  # of one run: n -> the row of the better control

@@ -68,7 +68,9 @@ class Heads:
     v: Tensor
     # q and k as rotated in each region of ContextChange.position_map
     far: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    prepended: int = 0  # keys before those of the text, which every query sees (model/pos/sink_logits.py)
+    # Keys before those of the text, which every query sees (model/pos/sink_logits.py). For a bias the first of them has
+    # index 0; for regions, which count from the text on, negative indices
+    prepended: int = 0
 
     def indices(self) -> Tensor:
         """0 .. T - 1, int64 [T]."""
@@ -173,9 +175,9 @@ def attend(heads: Heads, score_bias: ScoreBias, places: Tensor, change: ContextC
 
     The first of four ways that fits, from the fastest to the one that can do everything:
 
-        attend_unfused    short texts in training on a CPU
+        attend_unfused    short texts in training on a CPU, without regions
         attend_causal     no mask: no bias, region or window below T, and all T queries or the last one
-        attend_key_bias   no mask: all T queries; a bias that depends on the key alone is a column of the heads
+        attend_key_bias   no mask: the same with all T queries and a bias of the key alone, as a column of the heads
         attend_blocks     a mask, for a block of queries at a time
 
     Causal mask, window and regions compare indices in the sequence; the bias is computed from places.

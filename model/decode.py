@@ -21,7 +21,7 @@ def same_change(a: ContextChange, b: ContextChange) -> bool:
 
 
 class Decoder:
-    """The logits of the next token of a growing text. Each token is processed only once, if the result is then exact.
+    """The logits of the next token of a growing text. Each token is processed only once, where that is exact.
 
     If the frequencies change with the length, the inputs of all layers but the first change for earlier tokens as well.
     decode=exact then processes the complete text again, so that each step equals a full forward pass. decode=rebased

@@ -33,9 +33,9 @@ def unchanged(positions: Tensor) -> Tensor:
 class Region:
     """The pairs of query m and the keys n < end(m), as far as no later region of the map has them.
 
-    The query is rotated as if at position q(m), the key as if at k(n), for int64 positions m and n. slow divides the
-    frequencies, and the query's angle is that of start (1 - 1 / slow) positions larger: this is how fractions of
-    positions are written, since the angles of whole positions are exact.
+    The query is rotated as if at position q(m), the key as if at k(n), for int64 positions m and n, so the pair has the
+    angle theta (start + (q(m) - start - k(n)) / slow). slow divides the frequencies; this is how fractions of positions
+    are written, since the angles of whole positions are exact.
     """
 
     end: Callable[[Any], Any]  # of an int or a tensor of them
@@ -91,7 +91,7 @@ def widen(
     """The q, k, v and mask of one attention of wider heads, which gives the scores of all regions.
 
     rotated: (q [B, H, Tq, D], k [B, G, Tk, D]) of the pairs that keep their positions and of each region, from near to
-    far, in number R. v: [B, G, Tk, D]. mask: [1 or B, 1 or H, Tq, Tk]. queries, keys: their indices; those of the keys
+    far, in number R: rotation 0 keeps positions, rotation r is that of regions[r - 1]. v: [B, G, Tk, D]. mask: [1 or B, 1 or H, Tq, Tk]. queries, keys: their indices; those of the keys
     are two ranges. Returns q [B, H, Tq, R D], k, v [B, G, keys, R D], mask [.., Tq, keys].
 
     With one region:

@@ -97,16 +97,16 @@ class ContextChange:
 NO_CHANGE = ContextChange()
 
 
-def override(trained: ContextChange, requested: ContextChange) -> ContextChange:
-    """Combine the scaling requested at evaluation with the one the run was trained with.
+def override(of_run: ContextChange, requested: ContextChange) -> ContextChange:
+    """Combine the scaling requested at evaluation with that of the run, which it was trained with.
 
     A request that changes inv_freq replaces inv_freq and attention_factor together; every other field that the request
     does not change keeps its trained value.
     """
     if requested.inv_freq is not None:
-        trained = replace(trained, inv_freq=None, attention_factor=1.0, factor=1.0)
-    by_type = tuple(map(override, trained.by_type, requested.by_type))
-    return replace(trained, **{**requested.overrides(), "by_type": by_type})
+        of_run = replace(of_run, inv_freq=None, attention_factor=1.0, factor=1.0)
+    by_type = tuple(map(override, of_run.by_type, requested.by_type))
+    return replace(of_run, **{**requested.overrides(), "by_type": by_type})
 
 
 def resolve(knobs: dict, trained: TrainedContext, n: int, ctx: int, plus: Sequence[dict] = ()) -> ContextChange:

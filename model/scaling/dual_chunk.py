@@ -48,7 +48,9 @@ class Chunks(PositionMap):
 def scale(
     trained: TrainedContext, n: int, size: int | None = None, local: int | None = None, always: bool = False
 ) -> ContextChange:
-    """size: c in tokens, the largest position, None: 3 L / 4. local: tokens, None: L / 8. always: also at n <= L."""
+    """L here is the longest trained context. size: c in tokens, the largest position, None: 3 L / 4. local: tokens,
+    None: L / 8. always: also at n <= L.
+    """
     L = trained.longest_trained_ctx
     trained.require_rotation()
     c = checked_size(size, default=3 * L // 4, L=L)

@@ -36,7 +36,7 @@ class Grouped(PositionMap):
 def scale(
     trained: TrainedContext, n: int, size: int | None = None, group: int | str = "auto", always: bool = False
 ) -> ContextChange:
-    """size: w in tokens, None: L / 2. group: tokens that share a position, "auto": the fewest with which no distance
+    """L here is the longest trained context. size: w in tokens, None: L / 2. group: tokens that share a position, "auto": the fewest with which no distance
     exceeds L. always: also at n <= L.
     """
     L = trained.longest_trained_ctx
