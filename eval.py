@@ -1,10 +1,11 @@
 """Measure a trained run against context length: python eval.py ctx=8192 scaling=ntk
 
-By default (matched targets) the last tokens of windows of the same held-out documents are scored at every length
-n = 64 .. ctx, with the n tokens before them as input. The targets are the same at every n, so a change of the loss is
-due to the context. Every evaluation also measures no scaling and two controls that see as many tokens as the trained
-context has: in the window control each query attends to so many tokens, in truncation only so many are given (the row
-without scaling at the longest trained length, so it costs nothing more). A method that does not beat the better control has not extended the context.
+By default (matched targets) the last tokens of windows of the same held-out documents are scored at every length n = 64
+.. ctx, with the n tokens before them as input. The targets are the same at every n, so a change of the loss is due to
+the context. Every evaluation also measures no scaling and two controls that see as many tokens as the trained context
+has: in the window control each query attends to so many tokens, in truncation only so many are given (the row without
+scaling at the longest trained length, so it costs nothing more). A method that does not beat the better control has not
+extended the context.
 
 Finished lengths are kept in files under runs/NAME/eval and are not measured again.
 """

@@ -55,8 +55,8 @@ def requested_method(cfg: EvalConfig) -> Method:
 def evaluated_lengths(ctx: int | list[int], shortest: int, marks: Sequence[int]) -> list[int]:
     """The context lengths to evaluate, sorted, in tokens.
 
-    A list ctx stays as it is (`Evaluation` adds the length of truncation). For a number: shortest, 2 shortest, 4 shortest, ... below ctx, ctx itself, and those of
-    the marks (L and related lengths) that are below ctx.
+    A list ctx stays as it is (`Evaluation` adds the length of truncation). For a number: shortest, 2 shortest, 4
+    shortest, ... below ctx, ctx itself, and those of the marks (L and related lengths) that are below ctx.
     """
     if isinstance(ctx, list):
         return sorted(set(ctx))

@@ -91,8 +91,9 @@ def widen(
     """The q, k, v and mask of one attention of wider heads, which gives the scores of all regions.
 
     rotated: (q [B, H, Tq, D], k [B, G, Tk, D]) of the pairs that keep their positions and of each region, from near to
-    far, in number R: rotation 0 keeps positions, rotation r is that of regions[r - 1]. v: [B, G, Tk, D]. mask: [1 or B, 1 or H, Tq, Tk]. queries, keys: their indices; those of the keys
-    are two ranges. Returns q [B, H, Tq, R D], k, v [B, G, keys, R D], mask [.., Tq, keys].
+    far, in number R: rotation 0 keeps positions, rotation r is that of regions[r - 1]. v: [B, G, Tk, D]. mask: [1 or B,
+    1 or H, Tq, Tk]. queries, keys: their indices; those of the keys are two ranges. Returns q [B, H, Tq, R D], k, v [B,
+    G, keys, R D], mask [.., Tq, keys].
 
     With one region:
 

@@ -36,8 +36,8 @@ class Grouped(PositionMap):
 def scale(
     trained: TrainedContext, n: int, size: int | None = None, group: int | str = "auto", always: bool = False
 ) -> ContextChange:
-    """L here is the longest trained context. size: w in tokens, None: L / 2. group: tokens that share a position, "auto": the fewest with which no distance
-    exceeds L. always: also at n <= L.
+    """L here is the longest trained context. size: w in tokens, None: L / 2. group: tokens that share a position,
+    "auto": the fewest with which no distance exceeds L. always: also at n <= L.
     """
     L = trained.longest_trained_ctx
     trained.require_rotation()
