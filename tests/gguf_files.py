@@ -14,8 +14,14 @@ from tests.hf_models import biases, transformers
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 
 L = 64
-SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": L}  # fmt: skip
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": L,
+}
 CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
@@ -24,8 +30,21 @@ def byte_level_vocabulary() -> tuple[list[str], list[str]]:
     letters, merges = byte_letters(), []
     tokens = ["<|endoftext|>", "<|user|>", *letters]
     space, newline = letters[32], letters[10]
-    pairs = [("r", "e"), ("t", "u"), ("tu", "r"), (space, "a"), (space, space), ("i", "m"), ("im", "e"), ("e", "f"),
-             (newline, space), ("r", "n"), ("1", "2"), (f"{space}{space}", space), ("d", "ef")]  # fmt: skip
+    pairs = [
+        ("r", "e"),
+        ("t", "u"),
+        ("tu", "r"),
+        (space, "a"),
+        (space, space),
+        ("i", "m"),
+        ("im", "e"),
+        ("e", "f"),
+        (newline, space),
+        ("r", "n"),
+        ("1", "2"),
+        (f"{space}{space}", space),
+        ("d", "ef"),
+    ]
     for a, b in pairs:
         merges.append(f"{a} {b}")
         tokens.append(a + b)
@@ -55,10 +74,17 @@ def random_model(arch: str, vocab_size: int = 271, tied: bool = False, **setting
 
 
 def write_gguf(
-    path: Path, arch: str = "llama", quantisation: str = "F32", tokenizer: str | None = "gpt2",
-    extra: dict[str, Any] | None = None, drop: tuple[str, ...] = (), tied: bool = False,
-    model: torch.nn.Module | None = None, divisors: np.ndarray | None = None, space_prefix: bool = True,
-) -> None:  # fmt: skip
+    path: Path,
+    arch: str = "llama",
+    quantisation: str = "F32",
+    tokenizer: str | None = "gpt2",
+    extra: dict[str, Any] | None = None,
+    drop: tuple[str, ...] = (),
+    tied: bool = False,
+    model: torch.nn.Module | None = None,
+    divisors: np.ndarray | None = None,
+    space_prefix: bool = True,
+) -> None:
     """A random model of transformers as a GGUF file, as llama.cpp's convert_hf_to_gguf.py writes it."""
     tokens, merges = byte_level_vocabulary()
     scores, types = None, [3, 3] + [1] * (len(tokens) - 2)

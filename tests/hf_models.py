@@ -26,8 +26,14 @@ transformers.logging.set_verbosity_error()
 L, V = 32, 96
 LENGTHS = (20, 32, 48, 96)  # below, at and above L
 COMMON = {"vocab_size": V, "initializer_range": 0.3}
-LLAMA = {**COMMON, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "max_position_embeddings": L}  # fmt: skip
+LLAMA = {
+    **COMMON,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": L,
+}
 GQA = {**LLAMA, "num_key_value_heads": 2}
 NEOX = {**LLAMA, "num_attention_heads": 2, "rotary_pct": 0.5, "hidden_act": "gelu"}
 GPTJ = {**COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
@@ -36,8 +42,15 @@ GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.3, "attention_
 GPT2 = {**COMMON, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 96}
 # Windows below L. With 5 layers of the pattern 3, layers of each kind follow both kinds
 WINDOW = {"sliding_window": 12}
-GEMMA3 = {**GQA, **WINDOW, "num_hidden_layers": 5, "sliding_window_pattern": 3, "head_dim": 16, "pad_token_id": 0,
-          "query_pre_attn_scalar": 24}  # fmt: skip
+GEMMA3 = {
+    **GQA,
+    **WINDOW,
+    "num_hidden_layers": 5,
+    "sliding_window_pattern": 3,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 24,
+}
 OLMO3 = {**GQA, **WINDOW, "num_hidden_layers": 5}
 COHERE2 = {**GQA, **WINDOW, "num_hidden_layers": 5, "sliding_window_pattern": 3, "logit_scale": 0.3}
 SMOLLM3 = {**GQA, "num_hidden_layers": 4, "no_rope_layer_interval": 3, "pad_token_id": 0}
@@ -59,36 +72,65 @@ CASES = {
     "olmo2": ("Olmo2", GQA),
     "olmo2, biases": ("Olmo2", {**LLAMA, "attention_bias": True, "tie_word_embeddings": True}),
     "granite": ("Granite", {**GQA, **GRANITE}),
-    "granite, biases, tied": ("Granite", {**GQA, **GRANITE, "attention_bias": True, "mlp_bias": True,
-                                          "tie_word_embeddings": True}),
+    "granite, biases, tied": (
+        "Granite",
+        {**GQA, **GRANITE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
     "stablelm": ("StableLm", {**GQA, "partial_rotary_factor": 0.5, "use_qkv_bias": True}),
     "stablelm, parallel": ("StableLm", {**GQA, "partial_rotary_factor": 0.5, "use_parallel_residual": True}),
     "gpt2": ("GPT2", GPT2),
-    "gpt2, other scores": ("GPT2", {**GPT2, "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True,
-                                    "n_inner": 48, "reorder_and_upcast_attn": True, "tie_word_embeddings": False}),
+    "gpt2, other scores": (
+        "GPT2",
+        {
+            **GPT2,
+            "scale_attn_weights": False,
+            "scale_attn_by_inverse_layer_idx": True,
+            "n_inner": 48,
+            "reorder_and_upcast_attn": True,
+            "tie_word_embeddings": False,
+        },
+    ),
     "bloom": ("Bloom", {**COMMON, "hidden_size": 32, "n_layer": 2, "n_head": 4, "seq_length": L}),
     "bloom, 6 heads": ("Bloom", {**COMMON, "hidden_size": 48, "n_layer": 2, "n_head": 6, "seq_length": L}),
     "mpt": ("Mpt", MPT),
     "mpt, 6 heads": ("Mpt", {**MPT, "d_model": 48, "n_heads": 6, "tie_word_embeddings": False}),
     "gemma3_text": ("Gemma3Text", GEMMA3),
-    "gemma3_text, biases, untied": ("Gemma3Text", {**GEMMA3, "attention_bias": True, "tie_word_embeddings": False,
-                                              "hidden_activation": "silu"}),
+    "gemma3_text, biases, untied": (
+        "Gemma3Text",
+        {**GEMMA3, "attention_bias": True, "tie_word_embeddings": False, "hidden_activation": "silu"},
+    ),
     "olmo3": ("Olmo3", OLMO3),
-    "olmo3, biases, tied": ("Olmo3", {**OLMO3, "attention_bias": True, "tie_word_embeddings": True,
-                                      "layer_types": ["full_attention", *["sliding_attention"] * 4]}),
+    "olmo3, biases, tied": (
+        "Olmo3",
+        {
+            **OLMO3,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention", *["sliding_attention"] * 4],
+        },
+    ),
     "smollm3": ("SmolLM3", SMOLLM3),
-    "smollm3, windows, untied": ("SmolLM3", {**SMOLLM3, **WINDOW, "use_sliding_window": True, "mlp_bias": True,
-                                             "attention_bias": True, "tie_word_embeddings": False,
-                                             "num_hidden_layers": 5, "no_rope_layers": [0, 1, 0, 1, 1],
-                                             "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 2,
-                                                             "sliding_attention"]}),
+    "smollm3, windows, untied": (
+        "SmolLM3",
+        {
+            **SMOLLM3,
+            **WINDOW,
+            "use_sliding_window": True,
+            "mlp_bias": True,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "num_hidden_layers": 5,
+            "no_rope_layers": [0, 1, 0, 1, 1],
+            "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 2, "sliding_attention"],
+        },
+    ),
     "cohere2": ("Cohere2", COHERE2),
     "cohere2, biases, untied": ("Cohere2", {**COHERE2, "attention_bias": True, "tie_word_embeddings": False}),
     "mistral, window": ("Mistral", {**GQA, **WINDOW}),
     "phi3, window": ("Phi3", {**GQA, **PHI3, **WINDOW}),
     "qwen2, window": ("Qwen2", QWEN_WINDOW),
     "qwen3, window": ("Qwen3", {**QWEN_WINDOW, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}),
-}  # fmt: skip
+}
 NO_ROPE_TYPES = ("gptj", "gpt2", "bloom", "mpt")
 NO_ROPE = ("gpt2", "bloom", "mpt")
 BY_TYPE = ("gemma3", "olmo3")  # families with rope_parameters of each type of layer
@@ -110,9 +152,13 @@ def rope_types(pairs: int) -> dict[str, dict]:
         "yarn, mscale alone": {**yarn, "mscale": 0.7},
         "yarn, attention_factor": {**yarn, "attention_factor": 1.2},
         "llama3": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **trained},
-        "longrope": {"rope_type": "longrope", "short_factor": divisors, "long_factor": [3 * d for d in divisors],
-                     **trained},
-    }  # fmt: skip
+        "longrope": {
+            "rope_type": "longrope",
+            "short_factor": divisors,
+            "long_factor": [3 * d for d in divisors],
+            **trained,
+        },
+    }
 
 
 def biases(model: torch.nn.Module) -> torch.nn.Module:

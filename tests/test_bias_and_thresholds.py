@@ -110,19 +110,28 @@ def rope(L: int = 256, D: int = 64, base: float = 10000.0) -> TrainedContext:
 @pytest.mark.parametrize(
     "knobs, trained, right",
     [
-        ({"beta_fast": 32.0}, rope(), "beta_fast=32: 1 of 32 pairs rotate more often than that within 256 tokens (in "
-         "Llama 2: 21 of 64); comparable: scaling.beta_fast=2.2"),
+        (
+            {"beta_fast": 32.0},
+            rope(),
+            "beta_fast=32: 1 of 32 pairs rotate more often than that within 256 tokens (in "
+            "Llama 2: 21 of 64); comparable: scaling.beta_fast=2.2",
+        ),
         ({"beta": 32.0}, rope(L=128), "beta=32: 0 of 32 pairs"),
-        ({"high_freq_factor": 4.0}, rope(L=32), "high_freq_factor=4: 1 of 32 pairs rotate more often than that within "
-         "32 tokens (in Llama 3: 29 of 64)"),
+        (
+            {"high_freq_factor": 4.0},
+            rope(L=32),
+            "high_freq_factor=4: 1 of 32 pairs rotate more often than that within 32 tokens (in Llama 3: 29 of 64)",
+        ),
         ({"high_freq_factor": 0.001}, rope(), "high_freq_factor=0.001: 32 of 32 pairs"),
         ({"beta_fast": 32.0}, rope(D=2), "beta_fast=32: 1 of 1 pairs"),
         # In their own models, and of methods without one
-        ({"beta_fast": 32.0}, rope(4096, 128), ""), ({"high_freq_factor": 4.0}, rope(8192, 128, 500_000.0), ""),
-        ({"factor": 2.0}, rope(), ""), ({"beta": 32.0}, TrainedContext("alibi", 128, None), ""),
+        ({"beta_fast": 32.0}, rope(4096, 128), ""),
+        ({"high_freq_factor": 4.0}, rope(8192, 128, 500_000.0), ""),
+        ({"factor": 2.0}, rope(), ""),
+        ({"beta": 32.0}, TrainedContext("alibi", 128, None), ""),
         *((scaling_knobs("yarn_scaled", 64), rope(L, 128), "") for L in (64, 256, 4096)),
     ],
-)  # fmt: skip
+)
 def test_a_threshold_with_nearly_all_pairs_on_one_side_is_a_warning(knobs, trained, right):
     line = spectrum.warning(knobs, trained)
     assert (line.startswith("warning: scaling.") and right in line and "\n" not in line) if right else line == ""
@@ -133,9 +142,10 @@ def test_a_threshold_with_nearly_all_pairs_on_one_side_is_a_warning(knobs, train
 
 def test_the_published_counts_are_those_of_the_models():
     for key, default, trained in (
-        ("beta_fast", 32, rope(4096, 128)), ("beta", 32, rope(4096, 128)),
+        ("beta_fast", 32, rope(4096, 128)),
+        ("beta", 32, rope(4096, 128)),
         ("high_freq_factor", 4, rope(8192, 128, 5e5)),
-    ):  # fmt: skip
+    ):
         above = spectrum.rotations(trained.inv_freq, trained.train_ctx) > default
         assert int(above.sum()) == spectrum.PUBLISHED[key][1]
 

@@ -239,10 +239,12 @@ def test_what_was_typed_is_described(group, settings, described):
 @pytest.mark.parametrize(
     "knobs, right",
     [
-        ({}, "scaling: "), ({"factor": True}, "scaling.factor=True: "),
-        ({"factor": 1.0, "size": 2.5}, "scaling.size=2.5: "), ({"factor": 1.0, "n": 3}, "scaling: "),
+        ({}, "scaling: "),
+        ({"factor": True}, "scaling.factor=True: "),
+        ({"factor": 1.0, "size": 2.5}, "scaling.size=2.5: "),
+        ({"factor": 1.0, "n": 3}, "scaling: "),
     ],
-)  # fmt: skip
+)
 def test_knobs_are_checked_against_the_type_hints(knobs, right):
     def scale(trained: object, n: int, factor: float, size: int | None = None) -> tuple:
         return trained, n, factor, size

@@ -19,8 +19,13 @@ FROZEN = ("steps=1", "optim.lr=1e-12", "optim.warmup=0")  # keeps the weights
 @pytest.fixture(scope="module")
 def parents(tmp_path_factory, cache):
     """Runs of one step each: rope in both layouts, t5, learned positions and rope with a layer schedule."""
-    runs = [("pos=rope", "name=rope"), ("pos=t5_bias", "name=t5"), ("layers=olmo3", "name=olmo3"),
-            ("pos=rope_interleaved", "name=interleaved"), ("pos=learned", "name=learned")]  # fmt: skip
+    runs = [
+        ("pos=rope", "name=rope"),
+        ("pos=t5_bias", "name=t5"),
+        ("layers=olmo3", "name=olmo3"),
+        ("pos=rope_interleaved", "name=interleaved"),
+        ("pos=learned", "name=learned"),
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "disabled")
         return train_smoke_runs(tmp_path_factory.mktemp("parents"), cache, *[("steps=1", *run) for run in runs])
@@ -110,14 +115,17 @@ def test_a_setting_of_the_parents_schedule_or_encoding_is_changed_alone(changed)
     assert changed("init=olmo3", "layers=uniform")[0].cfg.layers is None
 
 
-@pytest.mark.parametrize("overrides, kept", [
-    (["init=t5", "pos=rope"], "dropped: pos.table.weight; newly initialised: nothing"),
-    (["init=rope", "pos=t5_bias"], "dropped: nothing; newly initialised: pos.table.weight"),
-    # A schedule has the encoding of pos= among others: its parameters are the parent's
-    (["init=t5", "layers=olmo3"], "dropped: nothing; newly initialised: nothing"),
-    # Of another shape
-    (["init=t5", "pos=t5_bias", "pos.buckets=8"], "dropped: pos.table.weight; newly initialised: pos.table.weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "overrides, kept",
+    [
+        (["init=t5", "pos=rope"], "dropped: pos.table.weight; newly initialised: nothing"),
+        (["init=rope", "pos=t5_bias"], "dropped: nothing; newly initialised: pos.table.weight"),
+        # A schedule has the encoding of pos= among others: its parameters are the parent's
+        (["init=t5", "layers=olmo3"], "dropped: nothing; newly initialised: nothing"),
+        # Of another shape
+        (["init=t5", "pos=t5_bias", "pos.buckets=8"], "dropped: pos.table.weight; newly initialised: pos.table.weight"),
+    ],
+)
 def test_parameters_of_an_encoding_are_dropped_kept_or_new(changed, overrides, kept):
     run, out = changed(*overrides)
     assert re.search(r"-> .*: kept \d+ tensors; (.*)", out)[1] == kept

@@ -27,10 +27,16 @@ tokenizers = pytest.importorskip("tokenizers")
 TEXTS = ["def f(x):\n    return x ** 2  # 12345 times", "Ünïcode é, 漢字 \t tabs\r\n", "   a  b   c\n\n\n", "x=1.5e-3"]
 
 
-@pytest.mark.parametrize("arch, quantisation, tied", [
-    ("llama", "F32", False), ("llama", "Q4_1", True), ("llama", "BF16", False), ("qwen2", "Q8_0", False),
-    ("qwen3", "F16", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arch, quantisation, tied",
+    [
+        ("llama", "F32", False),
+        ("llama", "Q4_1", True),
+        ("llama", "BF16", False),
+        ("qwen2", "Q8_0", False),
+        ("qwen3", "F16", True),
+    ],
+)
 def test_logits_equal_those_of_transformers_on_the_same_file(arch, quantisation, tied, tmp_path):
     write_gguf(tmp_path / "model.gguf", arch, quantisation, tied=tied)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").double().eval()
@@ -85,8 +91,14 @@ def test_words_are_split_as_in_the_published_tokenizers(name):
 
 def test_the_divisors_of_llama_3_are_read(tmp_path):
     """rope_freqs.weight divides each frequency at every length; L is not in the file, so train_ctx= has to say it."""
-    rope = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0,
-            "original_max_position_embeddings": 16, "rope_theta": 100.0}  # fmt: skip
+    rope = {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 2.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 100.0,
+    }
     model = random_model("llama", rope_parameters=rope)
     scaled = model.model.rotary_emb.inv_freq.double()
     divisors = 100.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16) / scaled
@@ -102,12 +114,15 @@ def test_the_divisors_of_llama_3_are_read(tmp_path):
     assert (ours(tokens) - want).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"extra": {"llama.rope.scaling.type": "su"}}, r"rope_type=su: not supported"),
-    ({"extra": {"llama.expert_scale": 2.0}}, r"llama\.expert_scale=2\.0: not supported, and not ignored either"),
-    ({"tokenizer": None}, r"tokenizer\.ggml\.model=None: must be gpt2 or llama"),
-    ({"drop": ("blk.1.ffn_up.weight",)}, r"its weights have no model\.layers\.1\.mlp\.up_proj\.weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"extra": {"llama.rope.scaling.type": "su"}}, r"rope_type=su: not supported"),
+        ({"extra": {"llama.expert_scale": 2.0}}, r"llama\.expert_scale=2\.0: not supported, and not ignored either"),
+        ({"tokenizer": None}, r"tokenizer\.ggml\.model=None: must be gpt2 or llama"),
+        ({"drop": ("blk.1.ffn_up.weight",)}, r"its weights have no model\.layers\.1\.mlp\.up_proj\.weight"),
+    ],
+)
 def test_files_that_cannot_be_read_are_one_line(change, message, tmp_path):
     path = tmp_path / "model.gguf"
     write_gguf(path, **change)

@@ -30,11 +30,19 @@ def test_flops_by_hand():
 @pytest.mark.parametrize(
     "gpu, peak",
     [
-        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", 835e12), ("NVIDIA H200", 989e12), ("NVIDIA L4", 121e12), ("NVIDIA L40S", 362e12),
-        ("NVIDIA L40", None), ("NVIDIA A1000", None), ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None), ("Tesla V100", None),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA A1000", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("Tesla V100", None),
     ],
-)  # fmt: skip
+)
 def test_peaks_are_known_or_not_guessed(gpu, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
     cuda = torch.device("cuda")
@@ -59,8 +67,18 @@ class OfKnownPeak(Throughput):
 def test_exp_gpt2_trains_on_local_text(pos, here, monkeypatch, capsys):
     """Its optimiser and its depth, but narrow, short and few steps. MFU as if the peak were 1 TFLOP/s."""
     write_documents(here)
-    small = ("data=text", "data.files=docs/*.txt", "data.vocab_size=300", "model.width=48", "ctx=64",
-             "batch_tokens=256", "val_windows=4", "log_every=2", "compile=false", "device=cpu")  # fmt: skip
+    small = (
+        "data=text",
+        "data.files=docs/*.txt",
+        "data.vocab_size=300",
+        "model.width=48",
+        "ctx=64",
+        "batch_tokens=256",
+        "val_windows=4",
+        "log_every=2",
+        "compile=false",
+        "device=cpu",
+    )
     logged: list[dict] = []
 
     class Log(TrainingLog):

@@ -198,18 +198,20 @@ EXPORTED = {
     "olmo3, yarn of some layers": (f"model=olmo3 layers=olmo3 {YARN}", "olmo3"),
     "gemma3": ("model=gemma3 layers=gemma3", "gemma3_text"),
     "gemma3, ntk, untied": (
-        "model=gemma3 layers=gemma3 scaling=ntk model.tied_head=false model.qk_norm_weight=false", "gemma3_text"
+        "model=gemma3 layers=gemma3 scaling=ntk model.tied_head=false model.qk_norm_weight=false",
+        "gemma3_text",
     ),
     "cohere2": ("model=cohere2 layers=swan pos=rope_interleaved", "cohere2"),
     "cohere2, other pairs, biases, untied": (
-        f"model=cohere2 layers=swan layers.L.scaled=true {YARN} model.qkv_bias=true model.tied_head=false", "cohere2"
+        f"model=cohere2 layers=swan layers.L.scaled=true {YARN} model.qkv_bias=true model.tied_head=false",
+        "cohere2",
     ),
     "pi": ("scaling=pi", "arcee"),
     "ntk": ("scaling=ntk", "arcee"),
     "yarn": (YARN, "arcee"),
     "llama3": ("scaling=llama3", "arcee"),
     "ntk_by_parts": ("scaling=ntk_by_parts scaling.beta=5", "arcee"),
-}  # fmt: skip
+}
 
 
 def a_run(here, *overrides: str, validation: dict | None = None) -> tuple[TrainConfig, gpt.GPT, corpora.Corpus]:
@@ -270,8 +272,10 @@ def test_model_card(here, monkeypatch):
     run_export(monkeypatch, "run=x", "out=there")
     _, front, body = Path("there/README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front) == {
-        "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["ropewalk", "rope", "pi"]
-    }  # fmt: skip
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["ropewalk", "rope", "pi"],
+    }
     for text in ("arcee: ", "pos=rope, scaling=pi", "256 tokens (first 64)", "data=text", "loss 1.2500"):
         assert text in body, body
     assert "`python eval.py run=hf:there ctx=1024 train_ctx=64`" in body

@@ -145,7 +145,7 @@ OLD = {"rope_parameters": None, "torch_dtype": "float32"}  # with rope_theta and
         ("llama", {"internal_version": "0.1", "activation": "swiglu"}),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_read_as_transformers_reads_it(family, changes, tmp_path):
     save_random(family, {}, tmp_path)
     edit(tmp_path, **{k: v for k, v in changes.items() if v is not ...})
@@ -213,8 +213,11 @@ TYPES = ["full_attention", "sliding_attention", *["full_attention"] * 3]
         ("olmo3", longrope(8), "original_max_position_embeddings=8: not supported"),
         ("olmo3", rope(rope_theta=1.0), "rope_parameters.rope_theta=1.0: not supported"),
         ("olmo3", rope(full_attention={**YARN, "truncate": False}), "full_attention.truncate=False: not supported"),
-        ("olmo3", {**rope(full_attention=YARN, sliding_attention={**YARN, "factor": 2.0}), "layer_types": TYPES},
-         "full_attention and sliding_attention have different scalings"),
+        (
+            "olmo3",
+            {**rope(full_attention=YARN, sliding_attention={**YARN, "factor": 2.0}), "layer_types": TYPES},
+            "full_attention and sliding_attention have different scalings",
+        ),
         ("llama", rope(rope_type="proportional"), "rope_type=proportional: not supported: must be one of"),
         ("llama", rope(rope_type="dynamic", factor=2.0, alpha=1), "rope_parameters.alpha=1: not supported"),
         ("llama", rope(rope_type="dynamic"), "rope_parameters.factor=None: must be a number of at least 1"),
@@ -231,7 +234,7 @@ TYPES = ["full_attention", "sliding_attention", *["full_attention"] * 3]
         ("granite", {"logits_scaling": 0}, "logits_scaling=0: must be a number of at least"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_refused_is_named(family, changes, message, tmp_path):
     save_random(family, {}, tmp_path)
     edit(tmp_path, **changes)
@@ -259,10 +262,17 @@ def mutations(values: dict) -> Iterator[dict]:
 ALL_KEYS = {**YARN, "attention_factor": 1.1, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": True}
 
 
-@pytest.mark.parametrize("family, rope", [
-    ("llama", ALL_KEYS), ("phi3", {"rope_type": "longrope", **LONG, **CONTEXT}), ("gpt2", {}), ("mpt", {}),
-    ("gemma3_text", YARN), ("smollm3", {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "family, rope",
+    [
+        ("llama", ALL_KEYS),
+        ("phi3", {"rope_type": "longrope", **LONG, **CONTEXT}),
+        ("gpt2", {}),
+        ("mpt", {}),
+        ("gemma3_text", YARN),
+        ("smollm3", {}),
+    ],
+)
 def test_a_wrong_value_is_one_line_or_harmless(family, rope, tmp_path):
     """Every key of config.json with values of wrong types: a UserError, or a model with finite logits."""
     save_random(family, rope, tmp_path)

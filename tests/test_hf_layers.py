@@ -61,9 +61,13 @@ def test_the_schedules_of_the_families(tmp_path):
     assert layers_of("qwen2, window", {}, tmp_path, use_sliding_window=False, layer_types=None) is None
     assert layers_of("smollm3, windows, untied", {}, tmp_path) == LayerSchedule(
         "MLNGL",
-        {"M": kind(12, False, no_positions), "L": kind(12, False), "N": kind(None, True, no_positions),
-         "G": kind(None, True)},
-    )  # fmt: skip
+        {
+            "M": kind(12, False, no_positions),
+            "L": kind(12, False),
+            "N": kind(None, True, no_positions),
+            "G": kind(None, True),
+        },
+    )
 
 
 def test_a_scaling_of_the_window_layers_alone_or_of_both_kinds(tmp_path):
@@ -102,8 +106,17 @@ def test_eval_names_the_schedule_and_measures_the_controls(here, capsys):
     tokenizer.post_processor = begin
     tokenizer.save("model/tokenizer.json")
     write_documents(here)
-    run_eval("run=hf:model", "data=text", "data.files=docs/*.txt", "ctx=64", "documents=2", "task.windows=1",
-             "task.scored_tokens=16", "scaling=yarn", "dtype=float32")  # fmt: skip
+    run_eval(
+        "run=hf:model",
+        "data=text",
+        "data.files=docs/*.txt",
+        "ctx=64",
+        "documents=2",
+        "task.windows=1",
+        "task.scored_tokens=16",
+        "scaling=yarn",
+        "dtype=float32",
+    )
     out = capsys.readouterr().out
     assert "layers=gemma3_text (LLGLL)" in out
     assert "note: its tokenizer puts <eos> at the beginning of a text; none is added here" in out

@@ -93,8 +93,9 @@ def expected_layers(name: str, T: int) -> list[dict[str, Any]]:
     llama4 = {"factor": 1 + 0.1 * torch.log(1 + torch.floor((torch.arange(T, dtype=torch.float64) + 1) / L))}
     return [
         {"inv_freq": frequencies(base) if isinstance(base, float) else None, "window": window}
-        | (llama4 if base == TEMPERED else {}) for base, window in FOUR_LAYERS[name]
-    ]  # fmt: skip
+        | (llama4 if base == TEMPERED else {})
+        for base, window in FOUR_LAYERS[name]
+    ]
 
 
 def scaled_reference(name: str, T: int, **of_kinds: dict[str, Any]) -> list[dict[str, Any]]:
@@ -173,10 +174,13 @@ def test_the_layers_of_each_kind_are_those_of_transformers(n_layers):
         return [x in (1, "sliding_attention", "chunked_attention") for x in values]
 
     for name, letter, layers in (
-        ("gemma3", "L", theirs("Gemma3Text")), ("olmo3", "L", theirs("Olmo3")), ("olmo3", "L", theirs("Cohere2")),
-        ("smollm3", "R", theirs("SmolLM3", "no_rope_layers")), ("irope", "L", theirs("Llama4Text")),
+        ("gemma3", "L", theirs("Gemma3Text")),
+        ("olmo3", "L", theirs("Olmo3")),
+        ("olmo3", "L", theirs("Cohere2")),
+        ("smollm3", "R", theirs("SmolLM3", "no_rope_layers")),
+        ("irope", "L", theirs("Llama4Text")),
         ("irope", "L", theirs("Llama4Text", "no_rope_layers")),
-    ):  # fmt: skip
+    ):
         pattern = train_settings(f"layers={name}", f"model.n_layers={n_layers}").layers.pattern
         assert [x == letter for x in pattern] == layers or (name == "gemma3" and n_layers < 6), name
 
@@ -191,13 +195,24 @@ def test_patterns_of_short_models_keep_all_kinds():
 
 
 # The sizes of the models of transformers below, and the same for ours
-LLAMA = ("model=llama", "model.n_layers=4", "model.n_kv_heads=2", "model.width=32", "model.mlp_width=48",
-         "pos.base=100")  # fmt: skip
+LLAMA = (
+    "model=llama",
+    "model.n_layers=4",
+    "model.n_kv_heads=2",
+    "model.width=32",
+    "model.mlp_width=48",
+    "pos.base=100",
+)
 SIZES = {
-    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
-}  # fmt: skip
+}
 
 
 def llama4_of(model: gpt.GPT, chunk: int) -> Any:
@@ -205,9 +220,16 @@ def llama4_of(model: gpt.GPT, chunk: int) -> Any:
     t = import_or_skip("transformers")
 
     config = t.Llama4TextConfig(
-        **SIZES, intermediate_size_mlp=48, head_dim=8, use_qk_norm=False, moe_layers=[], attention_chunk_size=chunk,
-        attn_temperature_tuning=True, floor_scale=32, attn_scale=0.1,
-    )  # fmt: skip
+        **SIZES,
+        intermediate_size_mlp=48,
+        head_dim=8,
+        use_qk_norm=False,
+        moe_layers=[],
+        attention_chunk_size=chunk,
+        attn_temperature_tuning=True,
+        floor_scale=32,
+        attn_scale=0.1,
+    )
     theirs = t.Llama4ForCausalLM(config).double().eval()
     names = {name: entry for name, entry in LLAMA_WEIGHTS.layer.items() if not name.startswith("mlp")}
     names |= {"mlp.up": ("feed_forward.gate_proj", "feed_forward.up_proj"), "mlp.down": "feed_forward.down_proj"}
@@ -265,7 +287,7 @@ CASES = [
     ("smollm3", ["window"], {"G": {"window": 32}}),
     ("olmo3", [{"kind": "window", "size": 9}], {"G": {"window": 9}, "L": {"window": 9}}),
     ("swan", ["window_sink"], {"G": {"window": 28, "sinks": 4}}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name, methods, kinds", CASES)

@@ -14,7 +14,7 @@ from tests.helpers import ROOT, command, copy_of_the_repo
 
 TOYS = {
     # no frequencies, and a bias
-    "model/pos/toy_bias.py": '''
+    "model/pos/toy_bias.py": """
 from model.pos import Encoding
 
 
@@ -29,10 +29,10 @@ class ToyBias(Encoding):
 
 
 build = ToyBias
-''',
+""",
     "conf/pos/toy_bias.yaml": "kind: toy_bias\nslope: 0.7\n",
     # a table, hence a last position
-    "model/pos/toy_table.py": '''
+    "model/pos/toy_table.py": """
 from model.pos.learned import Learned
 
 
@@ -42,10 +42,10 @@ class ToyTable(Learned):
 
 
 build = ToyTable
-''',
+""",
     "conf/pos/toy_table.yaml": "kind: toy_table\nmax_positions: ${ctx}\n",
     # parameters in every layer, which see its input
-    "model/pos/toy_content.py": '''
+    "model/pos/toy_content.py": """
 from torch import nn
 
 from model import attention
@@ -70,7 +70,7 @@ class ToyContent(Encoding):
 
 
 build = ToyContent
-''',
+""",
     "conf/pos/toy_content.yaml": "kind: toy_content\n",
     "conf/layers/toy_layers.yaml": """name: toy_layers
 pattern: AB
@@ -79,7 +79,7 @@ A: { pos: toy_content, base: null, window: 5, sinks: 1, scaled: false }
 B: { pos: null, base: null, window: null, sinks: 0, scaled: true }
 """,
     # no frequencies, only attention
-    "model/scaling/toy_window.py": '''
+    "model/scaling/toy_window.py": """
 from model.scaling import ContextChange
 
 PREFIX_CONSISTENT = False
@@ -88,9 +88,9 @@ PREFIX_CONSISTENT = False
 def scale(trained, n: int, share: float):
     L = trained.longest_trained_ctx
     return ContextChange(window=max(1, int(share * L))) if n > L else ContextChange()
-''',
+""",
     "conf/scaling/toy_window.yaml": "kind: toy_window\nshare: 0.5\n",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,20 @@ from studies.rows import MATRIX, Rows, read_rows, study_row
 from tests.helpers import ROOT, write_documents
 
 
-@pytest.mark.parametrize("winners, small, want", [
-    (["a", "a"], "a", "the same"), (["a", "?"], "a", "the same"), (["b", "b"], "a", "reversed"),
-    (["a", "b"], "a", "code and books differ"), (["?", "?"], "a", "undecided in the real"),
-    (["a", "a"], "?", "undecided in the small"), (["?", "?"], "?", "undecided in both"), (["a", ""], "a", ""),
-    (["a", "a"], "", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "winners, small, want",
+    [
+        (["a", "a"], "a", "the same"),
+        (["a", "?"], "a", "the same"),
+        (["b", "b"], "a", "reversed"),
+        (["a", "b"], "a", "code and books differ"),
+        (["?", "?"], "a", "undecided in the real"),
+        (["a", "a"], "?", "undecided in the small"),
+        (["?", "?"], "?", "undecided in both"),
+        (["a", ""], "a", ""),
+        (["a", "a"], "", ""),
+    ],
+)
 def test_an_order_is_compared_only_where_both_decide_it(winners, small, want):
     assert real.verdict_of(winners, small) == want
 
@@ -54,8 +62,21 @@ def test_the_command_writes_rows_tables_and_figure_and_is_resumable(tmp_path, mo
     write_documents(tmp_path)
     write_gguf(tmp_path / "model.gguf", quantisation="Q8_0")
     monkeypatch.setattr(real, "CORPORA", {"text": "code"})
-    argv = ["real", "--run", "gguf:model.gguf", "--documents", "3", "--scored-tokens", "32", "--tiny",
-            "none.jsonl", "--out", ".", "data.files=docs/*.txt", "data.holdout=4"]  # fmt: skip
+    argv = [
+        "real",
+        "--run",
+        "gguf:model.gguf",
+        "--documents",
+        "3",
+        "--scored-tokens",
+        "32",
+        "--tiny",
+        "none.jsonl",
+        "--out",
+        ".",
+        "data.files=docs/*.txt",
+        "data.holdout=4",
+    ]
     monkeypatch.setattr(sys, "argv", argv)
     real.main()
     rows = [json.loads(text) for text in Path("real.jsonl").read_text().splitlines()]

@@ -100,7 +100,7 @@ DAMAGES = {
     "a lost weight": edited(lambda state: state["model"].pop("norm.weight")),
     "lost moments": edited(lambda state: state["optimizer"]["state"].pop("norm.weight")),
     **{f"no {part}": edited(lambda state, part=part: state.pop(part)) for part in PARTS},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

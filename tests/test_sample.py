@@ -17,8 +17,16 @@ L, V = 8, 64
 
 
 def build(pos: str, *more: str, layers: int = 2) -> tuple[gpt.GPT, scaling.TrainedContext]:
-    cfg = train_settings("exp=smoke", f"pos={pos}", *more_positions(pos, 64), f"ctx={L}", f"model.n_layers={layers}",
-                         "model.width=32", "model.n_heads=2", *more)  # fmt: skip
+    cfg = train_settings(
+        "exp=smoke",
+        f"pos={pos}",
+        *more_positions(pos, 64),
+        f"ctx={L}",
+        f"model.n_layers={layers}",
+        "model.width=32",
+        "model.n_heads=2",
+        *more,
+    )
     model = gpt.build(cfg, V).eval()
     torch.manual_seed(1)
     with torch.no_grad():
@@ -44,8 +52,10 @@ def full(model: gpt.GPT, x: torch.Tensor, change: scaling.ContextChange) -> torc
 def largest_difference(model: gpt.GPT, resolve, decode: str = "exact", start: int = 5) -> float:
     """The largest difference between cached and full logits, token by token from `start` to 3 L."""
     x, decoder = text(3 * L), Decoder(model, resolve, decode)
-    return max((decoder.logits(x[:, :n]) - full(model, x[:, :n], resolve(n))).abs().max().item()
-               for n in range(start, 3 * L + 1))  # fmt: skip
+    return max(
+        (decoder.logits(x[:, :n]) - full(model, x[:, :n], resolve(n))).abs().max().item()
+        for n in range(start, 3 * L + 1)
+    )
 
 
 built = functools.cache(build)  # for tests that leave the model as it is
@@ -84,8 +94,10 @@ def test_several_new_tokens_at_once():
 
 def test_rebased_keys_are_exact_for_one_layer_only():
     """transformers#25104: keys that were cached rotated, each at its length, meet queries of another base."""
-    differences = [largest_difference(model, resolver("dynamic_ntk", trained), "rebased")
-                   for model, trained in (build("rope", layers=1), build("rope"))]  # fmt: skip
+    differences = [
+        largest_difference(model, resolver("dynamic_ntk", trained), "rebased")
+        for model, trained in (build("rope", layers=1), build("rope"))
+    ]
     assert differences[0] < 1e-3 < differences[1]
 
 

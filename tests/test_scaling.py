@@ -41,11 +41,17 @@ def cases() -> list[dict]:
         found += [{**shape, "type": "linear", "factor": f, "n": L} for f in (1.0, 2.0, 4.5, 32.0)]
         for f in (1.0, 2.0, 4.0):
             found += [{**shape, "type": "dynamic", "factor": f, "n": n} for n in (L // 2, L, L + 1, 4 * L)]
-        found += [{**shape, "type": "llama3", "factor": f, "n": L, "low_freq_factor": low, "high_freq_factor": high}
-                  for f in (1.0, 8.0) for low, high in ((1.0, 4.0), (2.0, 3.0))]  # fmt: skip
+        found += [
+            {**shape, "type": "llama3", "factor": f, "n": L, "low_freq_factor": low, "high_freq_factor": high}
+            for f in (1.0, 8.0)
+            for low, high in ((1.0, 4.0), (2.0, 3.0))
+        ]
         long, short = ([1 + i / by for i in range(D // 2)] for by in (4, 40))
-        found += [{**shape, "type": "longrope", "factor": f, "n": n, "long_factor": long, "short_factor": short}
-                  for f in (1.0, 8.0) for n in (L, L + 1)]  # fmt: skip
+        found += [
+            {**shape, "type": "longrope", "factor": f, "n": n, "long_factor": long, "short_factor": short}
+            for f in (1.0, 8.0)
+            for n in (L, L + 1)
+        ]
         found += [{**shape, "type": "proportional", "n": L, "partial_rotary_factor": f} for f in (0.25, 0.75, 1.0)]
         for f, truncate, (fast, slow) in itertools.product(
             (1.0, 2.0, 8.0, 32.0), (True, False), ((32.0, 1.0), (4.0, 1.0))
@@ -77,8 +83,13 @@ def check(case: dict, inv_freq: list[float], attention_factor: float) -> None:
         assert len(want) == rotating + rope_p.still and not want[rotating:].any(), case
         assert ((rope_p.inv_freq - want[:rotating]) / want[:rotating]).abs().max() < 1e-5, case
         return
-    ours = {"linear": ["pi"], "yarn": ["yarn"], "llama3": ["llama3"], "longrope": ["longrope"],
-            "dynamic": ["dynamic_hf"] + ["dynamic_ntk"] * (case["factor"] == 1)}[case["type"]]  # fmt: skip
+    ours = {
+        "linear": ["pi"],
+        "yarn": ["yarn"],
+        "llama3": ["llama3"],
+        "longrope": ["longrope"],
+        "dynamic": ["dynamic_hf"] + ["dynamic_ntk"] * (case["factor"] == 1),
+    }[case["type"]]
     theirs = {**case, "long": case.get("long_factor"), "short": case.get("short_factor"), "hf_factor": case["factor"]}
     for name in ours:
         knobs = {**KNOBS[name], **{k: v for k, v in theirs.items() if k in KNOBS[name]}}

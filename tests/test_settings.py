@@ -32,11 +32,9 @@ COMMANDS = {
     "sample": (sample.main, SampleConfig, ("scaling",), ["run=x", "tokens=2"]),
 }
 NOT_FINITE = ["nan", ".nan", "inf", "-inf", "1e999"]
-VALUES = [
-    *NOT_FINITE, "[1,nan]", "{a:inf}", "0", "1", "2", "7", "-1", "0.5", "-3.5", "1e-300", "1e300", "1" + "0" * 30,
-    "1" + "0" * 400, "", "''", "null", "true", "[]", "[1]", "[a,b]", "{}", "{a:1}", "abc", "none", "rope", "auto",
-    "'a b'", "../x", "ü", "${x}", "${ctx}", "x=y", "%s", "\\", "a" * 300, "???", "*",
-]  # fmt: skip
+WRITTEN = "0 1 2 7 -1 0.5 -3.5 1e-300 1e300 '' null true [] [1] [a,b] {} {a:1} abc none rope auto ../x ü ${x} ${ctx}"
+VALUES = [*NOT_FINITE, "[1,nan]", "{a:inf}", "1" + "0" * 30, "1" + "0" * 400, "", "'a b'", "a" * 300, *WRITTEN.split()]
+VALUES += ["x=y", "%s", "\\", "???", "*"]
 ELSEWHERE = ("runs", "cache", "name", "device")  # where they are what others would not find, or not here
 TEXTS = ("prompt", "project", "run", "init", "exp", "key_tokens")  # of which nan is a fine one
 
@@ -81,9 +79,12 @@ def refused_by_hydra(err: str) -> bool:
 
 @pytest.mark.process
 @settings(
-    max_examples=int(os.environ.get("SETTINGS_EXAMPLES", 30)), derandomize="SETTINGS_EXAMPLES" not in os.environ,
-    database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow],
-)  # fmt: skip
+    max_examples=int(os.environ.get("SETTINGS_EXAMPLES", 30)),
+    derandomize="SETTINGS_EXAMPLES" not in os.environ,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(commands())
 @example(("train", ["pos=alibi", "layers=swan"]))
 @example(("train", ["seed=" + "9" * 20]))  # each of the following was a traceback, or accepted

@@ -22,7 +22,7 @@ BUDGETS = {
     "studies": 1500,
     "bench": 455,
     "product": 8265,
-    "tests": 7610,
+    "tests": 7865,
 }
 AIMS = BUDGETS | {
     **{"conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100},
@@ -118,7 +118,7 @@ def main() -> None:
         "functions that import optional or slow packages": [len(allowed)],
         "other imports inside functions": others,
         "a circle of imports": circle(edges(PRODUCT)),
-        "fmt: skip": [path for path, source in PRODUCT.items() if "fmt: " + "skip" in source],
+        "fmt: skip": [path for path, source in SOURCES.items() if "fmt: " + "skip" in source],
         "small files without a reason": small_files(),
         "long functions": long_functions(),
         "README.md, lines and words": [len(readme.splitlines()), len(readme.split())],

@@ -187,13 +187,18 @@ def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(here):
 @pytest.mark.parametrize(
     "settings, name",
     [
-        ("", "rope"), ("pos=rope", "rope"), ("pos=alibi seed=1 device=cpu", "alibi-seed1"),
-        ("seed=1 exp=smoke", "rope-smoke-seed1"), ("exp=smoke seed=1", "rope-smoke-seed1"),
+        ("", "rope"),
+        ("pos=rope", "rope"),
+        ("pos=alibi seed=1 device=cpu", "alibi-seed1"),
+        ("seed=1 exp=smoke", "rope-smoke-seed1"),
+        ("exp=smoke seed=1", "rope-smoke-seed1"),
         ("pos.base=500 optim.lr=1e-3", "rope-lr1e-3-base500"),
-        ("data=text data.files=docs/**/*.txt", "rope-text-filesdocs_.txt"), ("init=rope pos=none", "rope-to-none"),
-        ("init=rope layers=swan", "rope-swan"), ("init=rope ++pos.base=500 ctx=128", "rope-ctx128-base500"),
+        ("data=text data.files=docs/**/*.txt", "rope-text-filesdocs_.txt"),
+        ("init=rope pos=none", "rope-to-none"),
+        ("init=rope layers=swan", "rope-swan"),
+        ("init=rope ++pos.base=500 ctx=128", "rope-ctx128-base500"),
     ],
-)  # fmt: skip
+)
 def test_run_names_come_from_what_the_command_line_changed(settings, name):
     assert train_settings(*settings.split()).name == name
 

@@ -182,10 +182,14 @@ def test_an_answer_has_accuracy_and_the_effective_context(in_trained, logged):
 @pytest.mark.parametrize(
     "losses, longest",
     [
-        ((2, 2, 2, 2, 2), 512), ((2, 2, 1, 1, 1), 512), ((2, 2, 1, 3, 1), 128), ((2, 2, 3, 1, 1), 64), ((2,), 32),
+        ((2, 2, 2, 2, 2), 512),
+        ((2, 2, 1, 1, 1), 512),
+        ((2, 2, 1, 3, 1), 128),
+        ((2, 2, 3, 1, 1), 64),
+        ((2,), 32),
         ((3, 3, 1, 1, 1), 512),  # what is lost within L is another column
     ],
-)  # fmt: skip
+)
 def test_the_longest_length_that_is_not_worse(losses, longest):
     """Losses at 32, 64 = L, 128, ...; those of the control are 2."""
     ns = (32, 64, 128, 256, 512)

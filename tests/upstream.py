@@ -88,10 +88,21 @@ def llama_layer(weight: Tensor, rotary: Any, H: int, G: int, D: int) -> SimpleNa
     """What functions that replace the forward pass of transformers' LlamaAttention use of it."""
     wq, wk, wv = weight.split((H * D, G * D, G * D))
     return SimpleNamespace(
-        q_proj=lambda x: x @ wq.T, k_proj=lambda x: x @ wk.T, v_proj=lambda x: x @ wv.T, o_proj=lambda x: x,
-        num_heads=H, num_key_value_heads=G, num_key_value_groups=H // G, head_dim=D, hidden_size=H * D, layer_idx=0,
-        config=SimpleNamespace(pretraining_tp=1), attention_dropout=0.0, training=False, rotary_emb=rotary,
-    )  # fmt: skip
+        q_proj=lambda x: x @ wq.T,
+        k_proj=lambda x: x @ wk.T,
+        v_proj=lambda x: x @ wv.T,
+        o_proj=lambda x: x,
+        num_heads=H,
+        num_key_value_heads=G,
+        num_key_value_groups=H // G,
+        head_dim=D,
+        hidden_size=H * D,
+        layer_idx=0,
+        config=SimpleNamespace(pretraining_tp=1),
+        attention_dropout=0.0,
+        training=False,
+        rotary_emb=rotary,
+    )
 
 
 def self_extend(file: Path, window: int, group: int, T: int, H: int, G: int, D: int) -> Tensor:
@@ -144,11 +155,14 @@ CASES: list[tuple[Any, str, dict[str, Any]]] = [
     (fire, DAPE, {"T": 16, "H": 2, "hidden": 4, "c": 0.3, "threshold": 8, "multiplier": 1.25}),
     (self_extend, "datamllab/LongLM/self_extend_patch/Llama.py", {"window": 6, "group": 3, "T": 20, **HEADS}),
     (self_extend, "datamllab/LongLM/self_extend_patch/Llama_4_40.py", {"window": 7, "group": 3, "T": 20, **HEADS}),
-    (dual_chunk, CHUNKS := "HKUNLP/ChunkLlama/chunkllama_attn_replace.py",
-     {"L": 16, "local": None, "unscaled": 36, "T": 36, **HEADS}),
+    (
+        dual_chunk,
+        CHUNKS := "HKUNLP/ChunkLlama/chunkllama_attn_replace.py",
+        {"L": 16, "local": None, "unscaled": 36, "T": 36, **HEADS},
+    ),
     (dual_chunk, CHUNKS, {"L": 16, "local": 7, "unscaled": 20, "T": 20, **HEADS}),
     (dual_chunk, CHUNKS, {"L": 16, "local": None, "unscaled": 16, "T": 24, **HEADS}),
-]  # fmt: skip
+]
 
 
 def main(checkouts: Path) -> None:
