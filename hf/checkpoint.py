@@ -91,6 +91,7 @@ class Config:
         self.keys_read: set[str] = set(HARMLESS)
         self.settings: dict[str, Any] = {}  # what the family reads of it: hf/families.py
         self.names: dict[str, str] = {}  # key -> its name in this file, where the family has another for it
+        self.ignore: set[str] = set()  # unknown keys to pass over, with their prefixes; found ones are removed
 
     def read(self, keys: Keys, names: Mapping[str, str] | None = None) -> dict[str, Any]:
         """The values of these keys. UserError for one of a wrong type or out of range.
@@ -119,7 +120,9 @@ class Config:
     def object(self, key: str, value: Any) -> "Config":
         """value, the object under this key, whose unread keys `finish` of the file does not report."""
         self.check(isinstance(value, dict), key, value, f"must be {RIGHT[dict]}")
-        return Config(self.path, value, f"{self.prefix}{key}.")
+        inner = Config(self.path, value, f"{self.prefix}{key}.")
+        inner.ignore = self.ignore
+        return inner
 
     def require(self, right: Mapping[str, Any]) -> None:
         """UserError unless each of these keys has this value, or none; an object also for every other key in it."""
@@ -141,13 +144,22 @@ class Config:
         ensure(ok, str(self.refuse(key, value, reason)))
 
     def finish(self, off: tuple = OFF) -> None:
-        """UserError for the first key that was not read and is not off. Keys with a harmless prefix are only named."""
+        """UserError for the first key that was not read and is not off.
+
+        Keys with a harmless prefix, and those that ignore_keys= names, are only named.
+        """
         notes, self.names = [], {}  # from here on keys have the names in this file
         for key, value in self.values.items():
             harmless = key.endswith(HARMLESS_ENDS) or key.startswith("summary_")
             if harmless or key in self.keys_read or value in off or value == NEUTRAL.get(key, math.nan):
                 continue
-            self.check(key.startswith(HARMLESS_PREFIXES), key, value, "not supported, and not ignored either")
+            full = self.prefix + key
+            if full in self.ignore:
+                self.ignore.remove(full)
+                print(f"note: ignored {self.refuse(key, value, 'ignore_keys names it')}", file=sys.stderr)
+                continue
+            reason = f"not supported, and not ignored either without ignore_keys=[{full}]"
+            self.check(key.startswith(HARMLESS_PREFIXES), key, value, reason)
             notes.append(key)
         if notes:
             print(f"note: {self.path}: {', '.join(notes)}: ignored, as notes of a training tool", file=sys.stderr)

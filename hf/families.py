@@ -220,6 +220,7 @@ def read_settings(c: Config, ctx: int, train_ctx: int | None) -> tuple[TrainConf
     c.require({"head_dim": m.head_width, **family.requires})
     pos, scaling, L, longest, layers = read_positions(c, family.positions, m.head_width, ctx, train_ctx)
     c.finish()
+    check(not c.ignore, "ignore_keys", ", ".join(sorted(c.ignore)), f"keys that {c.path} has and that are refused")
     check(train_ctx in (None, L), "train_ctx", train_ctx, f"left out: {c.path} says {L}")
     cfg = TrainConfig(model=m, pos=pos, scaling=scaling, layers=layers, ctx=longest, steps=0, dtype="float32")
     if longest > L:  # extended, as a run of ours that was fine-tuned with init=

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from conf.errors import UserError
 from hf.checkpoint import HARMLESS, open_folder
+from hf.open import open_checkpoint, read_checkpoint
 from tests import hf_models as reading
 from tests.hf_models import CASES, WINDOW, L, edit, our_logits, save_random, transformers
 
@@ -189,6 +190,32 @@ def test_notes_of_training_tools_are_named_and_ignored(tmp_path, capsys):
     edit(tmp_path, unslothed=True)
     with pytest.raises(UserError, match=r"unslothed=True: not supported, and not ignored either"):
         reading.read(tmp_path, L)
+
+
+def test_keys_to_ignore_are_those_that_are_refused_and_each_is_noted(tmp_path, capsys):
+    save_random("llama", {}, tmp_path)
+    computed, original = our_logits(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    rope = {**original["rope_parameters"], "alpha": 1}
+
+    def read(*keys: str) -> Any:
+        return read_checkpoint(open_checkpoint(f"hf:{tmp_path}", ignore_keys=keys), 96)
+
+    edit(tmp_path, unslothed=[4], rope_parameters=rope)
+    with pytest.raises(UserError, match=r"rope_parameters\.alpha=1: .*ignore_keys=\[rope_parameters\.alpha\]"):
+        read("unslothed")
+    capsys.readouterr()
+    logits = reading.logits_of(*read("unslothed", "rope_parameters.alpha"))
+    assert torch.equal(logits(reading.tokens(40)), computed(reading.tokens(40)))
+    notes = capsys.readouterr().err.splitlines()
+    assert [re.fullmatch(r"note: ignored .*config\.json: (\S+)=.*", x)[1] for x in notes] == [
+        "rope_parameters.alpha",
+        "unslothed",
+    ]
+    # Not keys that are read, nor those that are absent or harmless
+    (tmp_path / "config.json").write_text(json.dumps(original))
+    for key in ("hidden_act", "rope_parameters.rope_theta", "unslothed", "use_cache"):
+        with pytest.raises(UserError, match=rf"ignore_keys={re.escape(key)}: must be"):
+            read(key)
 
 
 NO_WINDOW = {"layer_types": ["sliding_attention"] * 2, "sliding_window": None}
