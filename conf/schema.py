@@ -58,11 +58,14 @@ LENGTHS = Rule(
     lambda x: x != [] and all(has_type(n, int) and n >= 1 for n in (x if isinstance(x, list) else [x])),
     "a whole number of at least 1, or a list of them: ctx=8192 or ctx=[256,1024]",
 )
+KEYS = Rule(lambda x: all(x), "a list of keys: [KEY,OBJECT.KEY]")
 DATA_RULES = {  # of the keys that every corpus has
     "tokenizer": one_of("bpe", "bytes", "gpt2"),
     "vocab_size": Rule(lambda x: has_type(x, int) and 257 <= x <= 2**18, "a whole number from 257 to 262144"),
     "holdout": Rule(lambda x: has_type(x, int) and x >= 1, "a whole number of at least 1"),
 }
+IGNORED = "of a model from elsewhere: keys of its config.json to read it without, although they may change it"
+FOREIGN_ONLY = "left out: a trained run has its own; only hf:PATH, gguf:PATH or pretrained:NAME may have others"
 
 
 def setting(default: Any, meaning: str, rule: Rule | None = None) -> Any:
@@ -177,6 +180,7 @@ class TrainConfig(CommonConfig):
     exp: str = setting("", "a named experiment: a set of settings, such as exp=smoke")
     attention: str = setting("softmax", "in all layers", one_of("softmax", "linear"))
     init: str | None = setting(None, "start from runs/NAME, hf:FOLDER, gguf:FILE or pretrained:smollm2: docs/layers.md")
+    ignore_keys: list[str] = setting([], IGNORED, KEYS)
     # Set by train.py for a run with init=: name and digest of the parent run (run, weights), and the context and number
     # of tokens of the pre-training (ctx, tokens)
     pretrained: dict[str, Any] = field(default_factory=dict)
@@ -205,6 +209,7 @@ class TrainConfig(CommonConfig):
         self.compile = self.compile.lower()  # YAML reads true and false as booleans, which arrive as True and False
         super().validate()
         check(self.batch_tokens % self.ctx == 0, "batch_tokens", self.batch_tokens, f"a multiple of ctx={self.ctx}")
+        check(not self.ignore_keys or ":" in (self.init or ""), "ignore_keys", self.ignore_keys, FOREIGN_ONLY)
         if self.positions != "ordered":
             self.longest = self.longest or 8 * self.ctx
             check(self.longest >= self.ctx, "longest", self.longest, f"at least ctx={self.ctx}")
@@ -255,6 +260,7 @@ class EvalConfig(TrainedRunConfig):
     by_antecedent: bool = setting(False, "print the gain by the distance to where a target's last tokens occurred, too")
     key_tokens: str | None = setting(None, "RUN of a longer context: print the gain where RUN needs that context, too")
     train_ctx: int | None = setting(None, "of a model from elsewhere: L, if not in its config.json", at_least(1))
+    ignore_keys: list[str] = setting([], IGNORED, KEYS)
     fresh: bool = setting(False, "measure curves again that have been measured before")
     project: str = setting("ropewalk", "in wandb")
 
@@ -264,13 +270,13 @@ class EvalConfig(TrainedRunConfig):
         return max(self.ctx) if isinstance(self.ctx, list) else self.ctx or 0
 
     def validate(self) -> None:
-        """Also for data= and train_ctx= where the model does not come from elsewhere: a run of ours has both."""
+        """Also for settings of a model from elsewhere where the model is a run of ours, which has its own."""
         super().validate()
         ok = all(0 < m < 2**63 for m in self.multiples)
         check(ok, "multiples", self.multiples, "numbers above 0 such as [1.25,1.5]")
         for name, value in (("data", self.data.get("kind")), ("train_ctx", self.train_ctx)):
-            right = "left out: a trained run has its own; only hf:PATH, gguf:PATH or pretrained:NAME may have others"
-            check(value is None or ":" in (self.run or ""), name, value, right)
+            check(value is None or ":" in (self.run or ""), name, value, FOREIGN_ONLY)
+        check(not self.ignore_keys or ":" in (self.run or ""), "ignore_keys", self.ignore_keys, FOREIGN_ONLY)
 
 
 @dataclass

@@ -63,6 +63,9 @@ RIGHT: dict[type, str] = {
 }
 RIGHT |= {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
 
+# Of the part of a model that reads images
+IMAGE_TENSORS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+
 # Key -> its value where it is absent, which has the type of every other value; or a type, where there must be a value
 # (int), or where None stands for an absent one (int | None)
 Keys = Mapping[str, Any]
@@ -91,6 +94,7 @@ class Config:
         self.keys_read: set[str] = set(HARMLESS)
         self.settings: dict[str, Any] = {}  # what the family reads of it: hf/families.py
         self.names: dict[str, str] = {}  # key -> its name in this file, where the family has another for it
+        self.ignore: set[str] = set()  # unknown keys to pass over, with their prefixes; found ones are removed
 
     def read(self, keys: Keys, names: Mapping[str, str] | None = None) -> dict[str, Any]:
         """The values of these keys. UserError for one of a wrong type or out of range.
@@ -119,7 +123,9 @@ class Config:
     def object(self, key: str, value: Any) -> "Config":
         """value, the object under this key, whose unread keys `finish` of the file does not report."""
         self.check(isinstance(value, dict), key, value, f"must be {RIGHT[dict]}")
-        return Config(self.path, value, f"{self.prefix}{key}.")
+        inner = Config(self.path, value, f"{self.prefix}{key}.")
+        inner.ignore = self.ignore
+        return inner
 
     def require(self, right: Mapping[str, Any]) -> None:
         """UserError unless each of these keys has this value, or none; an object also for every other key in it."""
@@ -141,13 +147,22 @@ class Config:
         ensure(ok, str(self.refuse(key, value, reason)))
 
     def finish(self, off: tuple = OFF) -> None:
-        """UserError for the first key that was not read and is not off. Keys with a harmless prefix are only named."""
+        """UserError for the first key that was not read and is not off.
+
+        Keys with a harmless prefix, and those that ignore_keys= names, are only named.
+        """
         notes, self.names = [], {}  # from here on keys have the names in this file
         for key, value in self.values.items():
             harmless = key.endswith(HARMLESS_ENDS) or key.startswith("summary_")
             if harmless or key in self.keys_read or value in off or value == NEUTRAL.get(key, math.nan):
                 continue
-            self.check(key.startswith(HARMLESS_PREFIXES), key, value, "not supported, and not ignored either")
+            full = self.prefix + key
+            if full in self.ignore:
+                self.ignore.remove(full)
+                print(f"note: ignored {self.refuse(key, value, 'ignore_keys names it')}", file=sys.stderr)
+                continue
+            reason = f"not supported, and not ignored either without ignore_keys=[{full}]"
+            self.check(key.startswith(HARMLESS_PREFIXES), key, value, reason)
             notes.append(key)
         if notes:
             print(f"note: {self.path}: {', '.join(notes)}: ignored, as notes of a training tool", file=sys.stderr)
@@ -189,6 +204,7 @@ def open_folder(folder: Path) -> Checkpoint:
     file, path = folder / "config.json", folder / "tokenizer.json"
     ensure(file.exists(), f"hf:{folder}: no folder of a Hugging Face checkpoint: it has no config.json")
     config = Config(file, read_json(file))
+    read_tensors = text_tensors if "text_config" in config.values else open_tensors
 
     def tokenizer() -> Tokenizer:
         ensure(path.exists(), f"{path}: not found: the text to score needs the checkpoint's tokenizer")
@@ -201,7 +217,7 @@ def open_folder(folder: Path) -> Checkpoint:
         name=run_name("hf", folder),
         path=folder,
         config=config,
-        open_tensors=lambda: open_tensors(weight_files(folder)),
+        open_tensors=lambda: read_tensors(weight_files(folder)),
         tokenizer=tokenizer,
         files=lambda: [file, *weight_files(folder)],
     )
@@ -234,3 +250,9 @@ def open_tensors(paths: list[Path]) -> dict[str, Callable[[], Tensor]]:
         except (OSError, safetensors.SafetensorError) as e:
             raise UserError(f"{path}: not a complete safetensors file ({str(e).splitlines()[0][:80]})") from None
     return tensors
+
+
+def text_tensors(paths: list[Path]) -> dict[str, Callable[[], Tensor]]:
+    """Like `open_tensors`, of a model that also reads images: those of its text part, by the names without images."""
+    tensors = {name: x for name, x in open_tensors(paths).items() if not IMAGE_TENSORS.match(name)}
+    return {name.replace("language_model.", "", 1): x for name, x in tensors.items()}

@@ -120,7 +120,7 @@ FAMILIES = {
     ),
     "gemma3_text": Family(
         weights.GEMMA3,
-        {**LLAMA, **WINDOW, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+        {**LLAMA, **WINDOW, "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
         | {"max_position_embeddings": 131_072, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
         | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "query_pre_attn_scalar": 256.0}
         | {"sliding_window_pattern": 6, "attention_bias": False},
@@ -137,11 +137,36 @@ FAMILIES = {
         | {"tie_word_embeddings": True, "sliding_window_pattern": 4, "logit_scale": 0.0625},
         names=LAYER_NORM,
         model={**LAYER, "norm_bias": False, "residual": "parallel_shared"},
-        positions=SOME._replace(only_windows_rotate=True, interleaved=True),
+        positions=SOME._replace(rotates=lambda s, slides: slides, interleaved=True),
         # transformers does not read them; most, of older files, describe the architecture
         ignored="""layer_switch rotary_pct _sliding_window_pattern use_embedding_sharing use_gated_activation
             use_parallel_block use_parallel_embedding order_of_interleaved_layers position_embedding_type""",
         fold=weights.fold_cohere2,
+    ),
+    "exaone4": Family(
+        weights.OLMO2,
+        LLAMA | WINDOW | {"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "layer_types": list},
+        model={**QK_NORM, "residual": "serial_post"},
+        positions=PositionRule(rotates=lambda s, slides: slides or s["sliding_window"] is None),
+        ignored="sliding_window_pattern",  # layer_types says it
+    ),
+    "glm": Family(
+        weights.GLM,
+        {**LLAMA, "num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5}
+        | {"rms_norm_eps": 1.5625e-7, "qkv_bias": True},
+        names={"qkv_bias": "attention_bias"},
+        positions=PositionRule(interleaved=True),
+    ),
+    "starcoder2": Family(
+        weights.STARCODER2,
+        {**LLAMA, "num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-5}
+        | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "sliding_window": int | None},
+        names={"rms_norm_eps": "norm_epsilon", "attention_bias": "use_bias", "mlp_bias": "use_bias"},
+        model=LAYER,
+        gated=False,
+        positions=ALL,
+        requires={"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True},
+        ignored="layer_norm_epsilon scale_attention_softmax_in_fp32",  # as transformers
     ),
     "granite": Family(weights.LLAMA, LLAMA | BIASES | GRANITE, fold=weights.fold_granite),
     "stablelm": Family(
@@ -198,6 +223,10 @@ FAMILIES = {
         ignored="learned_pos_emb embedding_fraction norm_type attn_uses_sequence_id",  # as transformers
     ),
 }  # by model_type
+# Models that also read images: model_type -> (that of their text part, their keys that change no logit of a text)
+TEXT_PARTS = {
+    "gemma3": ("gemma3_text", "vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index")
+}
 
 
 # ---- settings ----
@@ -211,7 +240,10 @@ def read_settings(c: Config, ctx: int, train_ctx: int | None) -> tuple[TrainConf
     family's keys.
     """
     model_type = str(c.values.get("model_type"))
-    c.check(model_type in FAMILIES, "model_type", model_type, f"not supported; there are {', '.join(sorted(FAMILIES))}")
+    known = sorted((*FAMILIES, *TEXT_PARTS))
+    c.check(model_type in known, "model_type", model_type, f"not supported; there are {', '.join(known)}")
+    if model_type in TEXT_PARTS:
+        model_type = enter_text_part(c)
     family = FAMILIES[model_type]
     c.settings = c.read(family.keys, family.names)
     m = read_model(c, family)
@@ -220,11 +252,24 @@ def read_settings(c: Config, ctx: int, train_ctx: int | None) -> tuple[TrainConf
     c.require({"head_dim": m.head_width, **family.requires})
     pos, scaling, L, longest, layers = read_positions(c, family.positions, m.head_width, ctx, train_ctx)
     c.finish()
+    check(not c.ignore, "ignore_keys", ", ".join(sorted(c.ignore)), f"keys that {c.path} has and that are refused")
     check(train_ctx in (None, L), "train_ctx", train_ctx, f"left out: {c.path} says {L}")
     cfg = TrainConfig(model=m, pos=pos, scaling=scaling, layers=layers, ctx=longest, steps=0, dtype="float32")
     if longest > L:  # extended, as a run of ours that was fine-tuned with init=
         cfg.init, cfg.pretrained = "hf", {"ctx": L, "run": "config.json"}
     return cfg, c.settings["vocab_size"], family
+
+
+def enter_text_part(c: Config) -> str:
+    """Of a model that also reads images, check the keys beside text_config, and go on with that: its model_type."""
+    model_type, image_keys = TEXT_PARTS[c.values["model_type"]]
+    beside = c.read({"tie_word_embeddings": True})  # that of text_config is not read by transformers
+    text = c.object("text_config", c.values.get("text_config"))
+    text.require({"model_type": model_type})
+    c.keys_read |= {"text_config", *image_keys.split()}
+    c.finish()
+    c.values, c.prefix, c.keys_read = {**text.values, **beside, "model_type": model_type}, text.prefix, text.keys_read
+    return model_type
 
 
 def read_model(c: Config, family: Family) -> ModelConfig:

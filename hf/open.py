@@ -6,6 +6,7 @@ family and rope type with those of transformers.
 
 import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -34,14 +35,20 @@ BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.(attention|attn)\.(bias|masked_bi
 LEFT_OUT = "its tokenizer puts {} at the beginning of a text; none is added here, which may raise its losses"
 
 
-def open_checkpoint(name: str, setting: str = "run") -> Checkpoint:
-    """The checkpoint that hf:FOLDER, gguf:FILE or pretrained:NAME names. UserError if there is none."""
+def open_checkpoint(name: str, setting: str = "run", ignore_keys: Iterable[str] = ()) -> Checkpoint:
+    """The checkpoint that hf:FOLDER, gguf:FILE or pretrained:NAME names. UserError if there is none.
+
+    ignore_keys: keys of its config that are passed over, if they are unknown.
+    """
     kind, _, rest = name.partition(":")
     if kind in ("hf", "gguf"):
-        return (open_folder if kind == "hf" else open_gguf)(Path(rest).expanduser())
-    if kind == "pretrained":
-        return open_pretrained(rest)
-    raise UserError(f"{setting}={name}: must be the name of a run, hf:FOLDER, gguf:FILE or pretrained:NAME")
+        source = (open_folder if kind == "hf" else open_gguf)(Path(rest).expanduser())
+    elif kind == "pretrained":
+        source = open_pretrained(rest)
+    else:
+        raise UserError(f"{setting}={name}: must be the name of a run, hf:FOLDER, gguf:FILE or pretrained:NAME")
+    source.config.ignore |= set(ignore_keys)
+    return source
 
 
 def read_checkpoint(
@@ -138,7 +145,7 @@ def open_foreign(cfg: EvalConfig, device: torch.device) -> Run:
     UserError for anything that is missing, damaged or not supported, or if the memory is too small; NotApplicable for a
     scaling that does not apply to the model.
     """
-    source, ctx = open_checkpoint(cfg.run or ""), cfg.longest_ctx or 0
+    source, ctx = open_checkpoint(cfg.run or "", ignore_keys=cfg.ignore_keys), cfg.longest_ctx or 0
     in_bfloat16 = uses_bfloat16(device, cfg.dtype)
     settings, weights, vocab_size = read_checkpoint(source, ctx, cfg.train_ctx, keep_bfloat16=in_bfloat16)
     model = gpt.from_weights(settings, vocab_size, weights).to(device).eval()
@@ -170,7 +177,7 @@ def foreign_parent(cfg: TrainConfig) -> Parent:
     and for a checkpoint that does not say at which context it was trained, or that was trained with a scaling.
     """
     assert cfg.init is not None
-    source = open_checkpoint(cfg.init, "init")
+    source = open_checkpoint(cfg.init, "init", cfg.ignore_keys)
     theirs, weights, vocab_size = read_checkpoint(source, cfg.ctx)
     scaling = theirs.scaling["kind"]
     check(scaling == "none", f"init={cfg.init}: the scaling of its config", scaling, "none to be continued")

@@ -65,7 +65,7 @@ class PositionRule(NamedTuple):
     # (settings, layer) -> whether it has the window, where the key layer_types is absent
     slides: Callable[[dict[str, Any], int], bool] = lambda s, i: False
     fixed: bool = False  # transformers does not read layer_types
-    only_windows_rotate: bool = False
+    rotates: Callable[[dict[str, Any], bool], bool] = lambda s, slides: True  # (settings, whether the layer slides)
 
 
 def read_positions(c: Config, rule: PositionRule, D: int, ctx: int, train_ctx: int | None) -> PositionSettings:
@@ -132,7 +132,7 @@ def read_layers(c: Config, rule: PositionRule) -> list[tuple[bool, bool]]:
         raise c.refuse("layer_types", types, right if SLIDING in accepted else f"{right}: there is no sliding window")
     c.check(not rule.fixed or types == usual, "layer_types", types, f"not supported: all layers must be {usual[0]}")
     slides = [x == SLIDING for x in types]
-    return list(zip(slides, slides if rule.only_windows_rotate else map(bool, rotated), strict=False))
+    return [(x, bool(keeps) and rule.rotates(s, x)) for x, keeps in zip(slides, rotated, strict=False)]
 
 
 def read_ropes(c: Config, rule: PositionRule, D: int, train_ctx: int | None) -> list[PositionSettings]:

@@ -54,6 +54,8 @@ LLAMA = Table(
 )
 ARCEE = LLAMA._replace(layer=LLAMA.layer | {"mlp.up": "mlp.up_proj"})  # no gate
 PHI3 = LLAMA._replace(layer=LLAMA.layer | {"attention.qkv": "self_attn.qkv_proj", "mlp.up": "mlp.gate_up_proj"})
+GLM = LLAMA._replace(layer=LLAMA.layer | {"mlp.up": "mlp.gate_up_proj"})
+STARCODER2 = LLAMA._replace(layer=LLAMA.layer | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"})
 POST_NORMS = {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"}
 OLMO2 = LLAMA._replace(layer=LLAMA.layer | POST_NORMS)
 GEMMA3_NORMS = {f"post_{name}": entry for name, entry in POST_NORMS.items()} | {"norm2": "pre_feedforward_layernorm"}

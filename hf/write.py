@@ -30,8 +30,8 @@ from model.gpt import describe_encoding
 
 # The families that are written, the simplest first: model_type -> the beginning of its class in transformers. Not qwen2
 # for biases of q, k and v: transformers gives it its own tokenizer, which has other token ids.
-WRITTEN = {"arcee": "Arcee", "llama": "Llama", "smollm3": "SmolLM3", "qwen3": "Qwen3", "olmo2": "Olmo2"}
-WRITTEN |= {"olmo3": "Olmo3", "gemma3_text": "Gemma3", "cohere2": "Cohere2"}
+WRITTEN = {"starcoder2": "Starcoder2", "arcee": "Arcee", "llama": "Llama", "smollm3": "SmolLM3", "qwen3": "Qwen3"}
+WRITTEN |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "gemma3_text": "Gemma3", "cohere2": "Cohere2"}
 
 
 def write_checkpoint(run: Run, out: Path) -> str:

@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is the o
 transformers.logging.set_verbosity_error()
 
 L, V = 32, 96
-LENGTHS = (20, 32, 48, 96)  # below, at and above L
+LENGTHS = (8, 12, 32, 48, 96)  # below and at the windows, at and above L
 COMMON = {"vocab_size": V, "initializer_range": 0.3}
 LLAMA = {
     **COMMON,
@@ -55,6 +55,16 @@ OLMO3 = {**GQA, **WINDOW, "num_hidden_layers": 5}
 COHERE2 = {**GQA, **WINDOW, "num_hidden_layers": 5, "sliding_window_pattern": 3, "logit_scale": 0.3}
 SMOLLM3 = {**GQA, "num_hidden_layers": 4, "no_rope_layer_interval": 3, "pad_token_id": 0}
 QWEN_WINDOW = {**GQA, **WINDOW, "use_sliding_window": True, "max_window_layers": 1}
+EXAONE4 = {**GQA, "pad_token_id": 0, "head_dim": 16, "num_hidden_layers": 5, "sliding_window_pattern": 3}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "image_size": 28,
+    "patch_size": 14,
+}
+IMAGES = {"text_config": GEMMA3, "vision_config": VISION, "mm_tokens_per_image": 4, "initializer_range": 0.3}
 MPT = {**COMMON, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 96}
 CASES = {
     "llama": ("Llama", {**GQA, "tie_word_embeddings": False}),
@@ -126,16 +136,51 @@ CASES = {
     ),
     "cohere2": ("Cohere2", COHERE2),
     "cohere2, biases, untied": ("Cohere2", {**COHERE2, "attention_bias": True, "tie_word_embeddings": False}),
+    "gemma3, tied": ("Gemma3", IMAGES),
+    "gemma3, untied": ("Gemma3", {**IMAGES, "tie_word_embeddings": False}),
+    "exaone4": ("Exaone4", {**EXAONE4, **WINDOW}),
+    "exaone4, no window, tied": (
+        "Exaone4",
+        {**EXAONE4, "sliding_window": None, "tie_word_embeddings": True, "layer_types": ["full_attention"] * 5},
+    ),
+    "glm": ("Glm", {**GQA, "head_dim": 16, "pad_token_id": 0, "partial_rotary_factor": 0.5}),
+    "glm, no biases, tied": (
+        "Glm",
+        {
+            **GQA,
+            "head_dim": 16,
+            "pad_token_id": 0,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "partial_rotary_factor": 0.75,
+        },
+    ),
+    "starcoder2, window": ("Starcoder2", {**GQA, **WINDOW}),
+    "starcoder2, no biases, untied": ("Starcoder2", {**GQA, "use_bias": False, "tie_word_embeddings": False}),
     "mistral, window": ("Mistral", {**GQA, **WINDOW}),
     "phi3, window": ("Phi3", {**GQA, **PHI3, **WINDOW}),
     "qwen2, window": ("Qwen2", QWEN_WINDOW),
     "qwen3, window": ("Qwen3", {**QWEN_WINDOW, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}),
 }
-NO_ROPE_TYPES = ("gptj", "gpt2", "bloom", "mpt")
+NO_ROPE_TYPES = ("gptj", "gpt2", "bloom", "mpt", "gemma3,")  # the text part of gemma3 is gemma3_text
 NO_ROPE = ("gpt2", "bloom", "mpt")
 BY_TYPE = ("gemma3", "olmo3")  # families with rope_parameters of each type of layer
 # Not with every rope type: what these change is not the rotation
-SHORT = ("olmo2", "olmo3", "granite", "stablelm", "gemma3_text", "smollm3", "cohere2", "mistral", "qwen2", "qwen3")
+SHORT = (
+    "olmo2",
+    "olmo3",
+    "granite",
+    "stablelm",
+    "gemma3_text",
+    "smollm3",
+    "cohere2",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "exaone4",
+    "glm",
+    "starcoder2",
+)
 VARIANTS = tuple(f"{family}, " for family in SHORT)
 
 

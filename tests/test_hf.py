@@ -14,12 +14,14 @@ from safetensors.torch import load_file, save_file
 
 import eval as evaluation
 import export
+import train
 from conf.errors import UserError
 from conf.schema import TrainConfig
 from data import corpus as corpora
 from data.corpus import held_out_texts
 from engine import checkpoint
 from hf import write
+from hf.families import FAMILIES, TEXT_PARTS
 from model import gpt
 from tests import hf_models as reading
 from tests.helpers import error_of, run_eval, train_settings, write_documents
@@ -36,8 +38,19 @@ def cases() -> list[tuple[str, str]]:
 def test_logits_equal_transformers(family, rope_type, tmp_path):
     rope = reading.rope_types(reading.rotary_pairs(family))[rope_type]
     expected = save_random(family, rope, tmp_path)
-    computed = our_logits(tmp_path, L if rope_type == "linear" else None)
-    reading.assert_equal(computed, expected)
+    train_ctx = L if rope_type == "linear" else None
+    cfg = reading.read(tmp_path, 96, train_ctx)[0]
+    assert gpt.trained_context(cfg, gpt.build_encoding(cfg)).train_ctx == (96 if family.startswith("gpt2") else L)
+    reading.assert_equal(our_logits(tmp_path, train_ctx), expected)
+
+
+def test_every_family_is_compared_with_each_of_its_windows(tmp_path):
+    """Every model_type, and those that can have windows with windows below the lengths that are compared."""
+    windows = {x: CASES[x][1].get("text_config", CASES[x][1]).get("sliding_window") for x in CASES}
+    for model_type in (*FAMILIES, *TEXT_PARTS):
+        family = FAMILIES[TEXT_PARTS.get(model_type, (model_type,))[0]]
+        of_family = [window for name, window in windows.items() if name.split(",")[0] == model_type]
+        assert of_family and ("sliding_window" not in family.keys or 12 in of_family), model_type
 
 
 def test_contexts_and_scaling_of_a_config(tmp_path):
@@ -162,6 +175,8 @@ def test_what_cannot_be_read_is_one_line_and_nothing_is_written(message, folder,
 SETTINGS = {
     "data=text": "data=text: must be left out: a trained run has its own; only hf:PATH",
     "train_ctx=64": "train_ctx=64: must be left out",
+    "ignore_keys=[a]": "ignore_keys=['a']: must be left out",
+    "run=hf:model ignore_keys=[a]": "ignore_keys=a: must be keys that model/config.json has and that are refused",
     "run=hf:model train_ctx=0": "train_ctx=0: must be at least 1",
     "run=hf:model train_ctx=64": "config.json says 32",
 }
@@ -170,12 +185,19 @@ SETTINGS = {
 @pytest.mark.parametrize("argv", SETTINGS)
 def test_eval_settings_of_checkpoints(argv, folder, monkeypatch):
     assert SETTINGS[argv] in error_of(evaluation.main, argv.split(), monkeypatch)
+    if "ignore_keys" in argv:
+        assert SETTINGS[argv] in error_of(train.main, argv.replace("run=", "init=").split(), monkeypatch)
 
 
 # ---- out ----
 
 BIASES, YARN = "model.qkv_bias=true model.out_bias=true model.mlp_bias=true", "scaling=yarn scaling.beta_fast=4"
 EXPORTED = {
+    "starcoder2, windows": (
+        f"model.norm=layer model.mlp=gelu {BIASES} layers=window_only layers.L.scaled=true {YARN}",
+        "starcoder2",
+    ),
+    "starcoder2, no biases, untied": ("model.norm=layer model.mlp=gelu_exact model.tied_head=false", "starcoder2"),
     "nano": ("", "arcee"),
     "nano, interleaved": ("pos=rope_interleaved", "arcee"),
     "exact gelu, biases, interleaved": (f"model.mlp=gelu_exact {BIASES} pos=rope_interleaved", "arcee"),
@@ -308,7 +330,7 @@ REFUSED = {
     "attention=linear": "attention=linear: must be softmax to be exported",
     "scaling=yarn_paper": "scaling=yarn_paper: must be none, pi, yarn",
     "scaling=ntk plus=logn": "plus=['logn']: must be [] to be exported",
-    "model=neox model.n_heads=2": "model.norm=layer: cannot be exported; the most similar family is arcee",
+    "model=neox model.n_heads=2": "model.residual=parallel: cannot be exported; the most similar family is starcoder2",
     "model.residual=parallel": "model.residual=parallel: cannot be exported",
     "model=cohere2": "layers=uniform (it has other layers): cannot be exported; the most similar family is cohere2",
     "model=cohere2 layers=swan model.head_dim=16": "model.head_dim=16: cannot be exported",

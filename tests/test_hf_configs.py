@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from conf.errors import UserError
 from hf.checkpoint import HARMLESS, open_folder
+from hf.open import open_checkpoint, read_checkpoint
 from tests import hf_models as reading
 from tests.hf_models import CASES, WINDOW, L, edit, our_logits, save_random, transformers
 
@@ -130,6 +131,9 @@ OLD = {"rope_parameters": None, "torch_dtype": "float32"}  # with rope_theta and
         ("olmo2", {"rms_norm_eps": ...}),
         ("phi3", {"rms_norm_eps": ..., "original_max_position_embeddings": ...}),
         ("stablelm", {"layer_norm_eps": ...}),
+        ("starcoder2, window", {"norm_epsilon": ..., "use_bias": ..., "tie_word_embeddings": ..., "hidden_act": ...}),
+        ("glm", {"rms_norm_eps": ..., "attention_bias": ..., "num_key_value_heads": ..., **OLD}),
+        ("exaone4", {"rms_norm_eps": ..., "sliding_window_pattern": "LLLG", **OLD}),
         ("gpt2", {"layer_norm_epsilon": ..., "n_positions": 96, "scale_attn_weights": ..., "tie_word_embeddings": ...}),
         ("gptj", {"n_inner": None, "n_positions": 96, "layer_norm_epsilon": ...}),
         ("bloom", {"n_embed": 32, "hidden_size": 64}),
@@ -141,6 +145,7 @@ OLD = {"rope_parameters": None, "torch_dtype": "float32"}  # with rope_theta and
         ("smollm3", {"no_rope_layers": [0] * 4, "layer_types": SLIDING_LAST, "use_sliding_window": True, **WINDOW}),
         # Keys of published files that change no logit
         ("cohere2", {"_sliding_window_pattern": 3}),
+        ("starcoder2, window", {"mlp_type": "default", "scale_attn_weights": True, "layer_norm_epsilon": 1.0}),
         ("gpt2", {"_num_labels": 1, "predict_special_tokens": True, "output_past": True, "n_positions": 96}),
         ("llama", {"internal_version": "0.1", "activation": "swiglu"}),
     ],
@@ -191,6 +196,32 @@ def test_notes_of_training_tools_are_named_and_ignored(tmp_path, capsys):
         reading.read(tmp_path, L)
 
 
+def test_keys_to_ignore_are_those_that_are_refused_and_each_is_noted(tmp_path, capsys):
+    save_random("llama", {}, tmp_path)
+    computed, original = our_logits(tmp_path), json.loads((tmp_path / "config.json").read_text())
+    rope = {**original["rope_parameters"], "alpha": 1}
+
+    def read(*keys: str) -> Any:
+        return read_checkpoint(open_checkpoint(f"hf:{tmp_path}", ignore_keys=keys), 96)
+
+    edit(tmp_path, unslothed=[4], rope_parameters=rope)
+    with pytest.raises(UserError, match=r"rope_parameters\.alpha=1: .*ignore_keys=\[rope_parameters\.alpha\]"):
+        read("unslothed")
+    capsys.readouterr()
+    logits = reading.logits_of(*read("unslothed", "rope_parameters.alpha"))
+    assert torch.equal(logits(reading.tokens(40)), computed(reading.tokens(40)))
+    notes = capsys.readouterr().err.splitlines()
+    assert [re.fullmatch(r"note: ignored .*config\.json: (\S+)=.*", x)[1] for x in notes] == [
+        "rope_parameters.alpha",
+        "unslothed",
+    ]
+    # Not keys that are read, nor those that are absent or harmless
+    (tmp_path / "config.json").write_text(json.dumps(original))
+    for key in ("hidden_act", "rope_parameters.rope_theta", "unslothed", "use_cache"):
+        with pytest.raises(UserError, match=rf"ignore_keys={re.escape(key)}: must be"):
+            read(key)
+
+
 NO_WINDOW = {"layer_types": ["sliding_attention"] * 2, "sliding_window": None}
 TYPES = ["full_attention", "sliding_attention", *["full_attention"] * 3]
 
@@ -229,6 +260,8 @@ TYPES = ["full_attention", "sliding_attention", *["full_attention"] * 3]
         ("bloom", {"seq_length": None}, "does not contain the context it was trained at"),
         ("gpt2", {"n_positions": 64}, "n_positions=64: not supported past itself, and ctx=96: try ctx=64"),
         ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi=False: not supported: must be true"),
+        ("exaone4", {"layer_types": None}, "layer_types=None: must be a list"),
+        ("starcoder2, window", {"mlp_type": "gated"}, "mlp_type=gated: not supported: must be default"),
         ("mpt", {"expansion_ratio": 2}, "expansion_ratio=2: not supported: must be 4"),
         ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "attn_config.clip_qkv=6.0: not supported"),
         ("granite", {"logits_scaling": 0}, "logits_scaling=0: must be a number of at least"),
@@ -300,7 +333,8 @@ CHECKPOINTS = {path.stem: path for path in sorted((Path(__file__).parent / "hf_c
 def save_checkpoint(name: str, folder: Path) -> None:
     """A random model with this config.json, which is left as it is but for the vocabulary, cut to 256 tokens."""
     values = json.loads(CHECKPOINTS[name].read_text())
-    values |= {k: v and min(v, 255) for k, v in values.items() if k.endswith("_token_id")} | {"vocab_size": 256}
+    values |= {k: min(v, 255) for k, v in values.items() if k.endswith("_token_id") and isinstance(v, int)}
+    values.get("text_config", values)["vocab_size"] = 256
     (folder / "config.json").write_text(json.dumps(values))
     torch.manual_seed(0)
     model = reading.biases(
@@ -315,13 +349,35 @@ def save_checkpoint(name: str, folder: Path) -> None:
 
 
 # What is not accepted as it is: the trained context that has to be given, or what is refused
-TRAIN_CTX = {"vicuna-7b-v1.5-16k": 4096, "bloom-560m": 2048}
+TRAIN_CTX = {"vicuna-7b-v1.5-16k": 4096, "bloom-560m": 2048, "gemma-3-4b-it": 32_768}
 REFUSED = {
     "Llama-3.2-1B-bnb-4bit": "quantization_config",
     "Mixtral-8x7B-v0.1": "model_type=mixtral",
     "gpt-oss-20b": "model_type=gpt_oss",
     "gemma-2-2b": "model_type=gemma2",
 }
+
+
+def test_the_text_part_of_a_model_that_also_reads_images(tmp_path):
+    """Either layout of its tensors, keys of images, and tie_word_embeddings beside text_config as in transformers."""
+    save_random("gemma3, tied", {}, tmp_path)
+    file, path = tmp_path / "model.safetensors", tmp_path / "config.json"
+    before, config = reading.read(tmp_path, 96)[1], json.loads(path.read_text())
+    renamed = {name.replace("language_model.model.", "model.language_model."): x for name, x in load_file(file).items()}
+    save_file({name.replace("vision_tower.", "model.vision_tower."): x for name, x in renamed.items()}, file)
+    after = reading.read(tmp_path, 96)[1]
+    assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before)
+    edit(tmp_path, text_config={**config["text_config"], "tie_word_embeddings": False})
+    reading.assert_equal(our_logits(tmp_path), reading.load(tmp_path), (20,))
+    for changes, message in (
+        ({"text_config": {**config["text_config"], "scale": 2}}, r"text_config\.scale=2: not supported"),
+        ({"text_config": {**config["text_config"], "model_type": "llama"}}, r"text_config\.model_type=llama: "),
+        ({"text_config": None}, r"text_config=None: must be an object"),
+        ({"scale": 2}, r"config\.json: scale=2: not supported"),
+    ):
+        path.write_text(json.dumps({**config, **changes}))
+        with pytest.raises(UserError, match=message):
+            reading.read(tmp_path, 96)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
