@@ -75,8 +75,7 @@ class Row:
 
 
 AnyRow = TypeVar("AnyRow", bound=Row)
-# low and high may be NaN: one document has no interval
-TYPES = typing.get_type_hints(Row) | dict.fromkeys(("low", "high"), typing.SupportsFloat)
+TYPES = typing.get_type_hints(Row)
 LARGEST = 3.4e38  # nats: losses are computed in float32
 
 
@@ -141,7 +140,8 @@ def add_rows(file: Path, rows: list[Row], losses: np.ndarray | None) -> None:
 def read_row(values: dict[str, Any]) -> Row:
     """A row from its JSON object. TypeError or ValueError for what no evaluation writes."""
     row = Row(**values)
-    if wrong := [key for key, hint in TYPES.items() if not has_type(getattr(row, key), hint)]:
+    wrong = [key for key, hint in TYPES.items() if not has_type(getattr(row, key), hint)]
+    if [key for key in wrong if key not in ("low", "high") or not math.isnan(getattr(row, key))]:  # of one document
         raise TypeError(f"wrong types of {wrong}")
     texts = [value for value in vars(row).values() if isinstance(value, str)]
     counts = (row.n, row.ctx, row.train_ctx, row.longest_trained_ctx, row.tokens, row.bytes, row.documents)
@@ -159,7 +159,9 @@ def read_curve(path: Path) -> Curve:
     rows: list[Row] = []
     try:
         rows.extend(read_row(json.loads(line)) for line in path.read_bytes().splitlines() or [b""])
-    except (OSError, ValueError, TypeError, RecursionError):
+        if {row.n for row in rows} != Curve(rows).by_length().keys():
+            raise ValueError("a length with distances only")
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         what = f"not a curve that this version of eval.py wrote (line {len(rows) + 1})"
         raise UserError(f"{path}: {what}: move it away and evaluate again") from None
     return Curve(rows, path.stat().st_mtime)

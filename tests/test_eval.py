@@ -651,6 +651,7 @@ def changed(without: str = "", **values: object) -> str:
         *(changed("nll"), changed(windows=[0]), changed(nll=[]), changed(nll="a"), changed(hits=[1.0])),
         *(changed(n=n) for n in ("64", 0, 64.5)),
         *(changed(**{key: 0}) for key in ("bytes", "documents", "train_ctx")),
+        *(changed(distance=3), changed(low=10**400), changed(high="a")),
         *(changed(loss=x) for x in ("a", 1e308, 0.0, -1.0)),
         *(changed(**{key: text}) for key in ("run", "label", "pos", "task") for text in ("", "a\x1b[31m")),
     ],
