@@ -6,11 +6,14 @@ measured here.
 """
 
 import argparse
+import sys
 from collections import Counter
 from pathlib import Path
 
 from conf.errors import UserError, user_errors
-from measure.curves import Curve, read_curves as read_curve_files, select_shared
+from engine import checkpoint
+from engine.files import locked
+from measure.curves import Curve, read_run, select_shared
 from measure.page import write_page
 from measure.report import Accuracy, Losses, print_left_out
 
@@ -56,16 +59,17 @@ def main() -> None:
     if args.gain and isinstance(report, Losses):
         report.print_gains(shown, selected)
     print_left_out(curves, texts)
-    report.draw(shown, out, f"Curves against context length, on the same targets, {of_task}", selected)
-    print(f"figure: {out}")
-    if args.html:
-        page = out.with_suffix(".html")
-        write_page(selected, page, f"Curves of {args.runs}, {of_task}")
-        print(f"page: {page}")
+    with locked(out.parent, wait=True):  # another compare.py may write the same files
+        report.draw(shown, out, f"Curves against context length, on the same targets, {of_task}", selected)
+        print(f"figure: {out}")
+        if args.html:
+            page = out.with_suffix(".html")
+            write_page(selected, page, f"Curves of {args.runs}, {of_task}")
+            print(f"page: {page}")
 
 
 def read_curves(runs: str, names: list[str]) -> list[Curve]:
-    """All curves of the named runs, or of all runs under the folder `runs` if names is empty.
+    """The curves of the present weights of the named runs, or of all runs under the folder `runs` if names is empty.
 
     UserError for a name without a run, for a run that has not been evaluated, and if there is no curve at all.
     """
@@ -74,10 +78,17 @@ def read_curves(runs: str, names: list[str]) -> list[Curve]:
             raise UserError(f"{name}: no such run in {runs}/")
         if not list(Path(runs, name, "eval").glob("*.jsonl")):
             raise UserError(f"{name}: has not been evaluated yet: python eval.py run={name}")
-    files = [f for f in Path(runs).glob("*/eval/*.jsonl") if not names or f.parent.parent.name in names]
-    if not files:
+    evaluated = {file.parent.parent for file in Path(runs).glob("*/eval/*.jsonl")}
+    folders = sorted(folder for folder in evaluated if not names or folder.name in names)
+    if not folders:
         raise UserError(f"no evaluated curve in {runs}/: first: python eval.py ctx=8192 scaling=ntk")
-    if not (curves := read_curve_files(files)):
+    curves = []
+    for folder in folders:
+        try:
+            curves += read_run(folder, checkpoint.digest_of(folder))
+        except UserError as e:  # a damaged ckpt.pt
+            print(f"left out: {e}", file=sys.stderr)
+    if not curves:
         raise UserError(f"no curve in {runs}/ can be read: evaluate again: python eval.py ctx=8192 scaling=ntk")
     return curves
 

@@ -10,13 +10,17 @@ extended the context.
 Finished lengths are kept in files under runs/NAME/eval and are not measured again.
 """
 
+import sys
+
 from conf.cli import command
+from conf.errors import UserError
 from conf.schema import EvalConfig
 from engine import device as devices, distributed
+from engine.files import locked
 from engine.run import Run
 from hf.open import open_run
 from measure.breakdowns import Breakdowns
-from measure.curves import align, read_curves, select
+from measure.curves import align, read_run, select
 from measure.evaluation import NONE, WINDOW, Evaluation, Method, requested_method
 from measure.report import Accuracy, Losses
 from measure.wandb_curves import log_curve
@@ -62,13 +66,19 @@ def evaluate(cfg: EvalConfig) -> None:
     folder, name = run.folder / "eval", task.label.split()[0]
     figure = folder / f"ctx{evaluation.ctx}{'' if name == 'matched' else f'-{name}'}.png"
     # All curves of this run on the same targets, also those of earlier commands
-    selected = select(read_curves(folder.glob("*.jsonl")), evaluation.texts, evaluation.target_keys)
+    selected = select(read_run(run.folder, run.digest), evaluation.texts, evaluation.target_keys)
     title = f"{run.name}: pos={run.context.pos}, trained at {run.context.train_ctx} tokens, task={task.label}"
-    report.draw(selected, figure, title)
+    try:
+        with locked(folder, wait=True):  # another evaluation of this run may draw the same figure
+            report.draw(selected, figure, title)
+        picture = f"   picture: {figure}"
+    except UserError as e:  # a run that can only be read
+        print(f"warning: no picture: {e}", file=sys.stderr)
+        picture = ""
     for method in methods:
         if missing[method.label]:  # else all its lengths have been logged before
             log_curve(cfg.project, evaluation, method, curves, figure)
-    print(f"\nrows: {folder}/*.jsonl   picture: {figure}   with other runs: python compare.py")
+    print(f"\nrows: {folder}/*.jsonl{picture}   with other runs: python compare.py")
 
 
 def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:

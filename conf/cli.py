@@ -153,7 +153,7 @@ def help_text(config: str, *, _root_: DictConfig) -> str:
         if is_dataclass(f.type):
             knobs += [described(g, cfg[f.name][g.name], f"{f.name}.") for g in fields(f.type)]
         elif name and f.name != "exp":
-            yaml = (ROOT / "conf" / f.name / f"{name}.yaml").read_text().splitlines()
+            yaml = (ROOT / "conf" / f.name / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
             knobs += [f"  {f.name}.{line}" for line in yaml if re.match(r"(?!kind)\w+:", line)]
     lines = [text["header"], "", f"usage: python {config}.py SETTING=VALUE ...", "", "Groups, GROUP=NAME:", *groups]
     lines += ["", "Settings and their values:", *settings]

@@ -45,6 +45,10 @@ def one_of(*names: str) -> Rule:
     return Rule(lambda x: x in names, f"{', '.join(names[:-1])} or {names[-1]}")
 
 
+PLUS = Rule(
+    lambda x: isinstance(x, list) and all(name in choices("scaling") for name in x),
+    f"names of conf/scaling: {', '.join(choices('scaling'))}",
+)
 SIZE = between(1, 2**24)  # far above any model's, and products of two fit 64 bits
 FOLDER = Rule(bool, "the path of a folder")
 CHOSEN = Rule(lambda x: isinstance(x.get("kind"), str), "chosen: a name, not removed")
@@ -144,7 +148,7 @@ class CommonConfig:
     """The settings that training, evaluation and generation have in common."""
 
     scaling: dict[str, Any] = setting({"kind": "none"}, "the scaling method past the trained context", CHOSEN)
-    plus: Any = setting([], "scaling methods added to scaling=: scaling=ntk plus=logn")  # after `validate` a list
+    plus: Any = setting([], "scaling methods added to scaling=: scaling=ntk plus=logn", PLUS)  # after `validate` a list
     dtype: str = setting("auto", "auto: bfloat16 where the hardware has it", one_of("auto", "float32", "bfloat16"))
     kernel: str = setting("auto", "of the rotation; auto: triton where it runs", one_of("auto", "triton", "torch"))
     device: str = setting("auto", "cuda if there is one, else cpu")
@@ -159,8 +163,6 @@ class CommonConfig:
     def validate(self) -> None:
         """UserError for a value out of its range, or for values that do not fit together. Also fills in defaults."""
         self.plus = self.plus if isinstance(self.plus, list) else [self.plus] if self.plus else []
-        known = choices("scaling")
-        check(set(self.plus) <= set(known), "plus", self.plus, f"names of conf/scaling: {', '.join(known)}")
         check_rules(self)
 
 
@@ -306,7 +308,7 @@ def from_hydra(cfg: DictConfig, kind: type[Any]) -> Any:
     try:
         plain: Any = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as e:  # an interpolation that cannot be resolved
-        raise UserError(str(e).splitlines()[0]) from e
+        raise UserError(f"{e.full_key}: {str(e).splitlines()[0]}") from e
     settings = from_plain(kind, plain)
     settings.validate()
     return settings
@@ -319,9 +321,18 @@ def from_plain(kind: type[Any], plain: dict) -> Any:
     return build_from_knobs(kind, {**plain, **parts}, "")
 
 
+SAVED = {  # keys of a saved run, with their types; pretrained is empty without init=
+    "data": {"tokenizer": str, "vocab_size": int, "holdout": int},
+    "pretrained": {"ctx": int, "tokens": int, "run": str, "weights": str},
+}
+
+
 def from_dict(plain: dict) -> TrainConfig:
     """A TrainConfig from the dictionary in a checkpoint or a config.json. UserError if it is something else."""
     check_rules(c := from_plain(TrainConfig, plain))
+    for group, keys in SAVED.items():
+        for key, hint in keys.items() if group == "data" or c.init else ():
+            check_type(f"{group}.{key}", getattr(c, group).get(key), hint)
     c.layers = layer_schedule.from_saved(c.layers) if c.layers else None
     return c
 

@@ -12,13 +12,14 @@ a hash of everything that determines their content: the text, the tokenizer and 
 
 import hashlib
 import json
+import shutil
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
 from conf.errors import UserError, file_errors
 from conf.registry import build_from_knobs, load_kind
@@ -108,20 +109,21 @@ def _sha256(path: Path) -> str:
 def build(folder: Path, cfg: dict, tokenizer_json: str | None) -> None:
     """Write the corpus of cfg (a yaml of conf/data) to a new folder. tokenizer_json: see `prepare`.
 
-    It is written to a temporary folder beside it and renamed, so that no reader ever sees an incomplete one. If another
-    process was faster, its folder stays: the content is the same.
+    It is written to a temporary folder beside it and renamed, so that no reader ever sees an incomplete one. One
+    process at a time does so; the others wait and use its folder.
     """
-    documents = call_corpus(cfg, "documents")  # (name, text)
+    temporary = folder.with_name(f"{folder.name}.tmp")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary:
-        complete = Path(temporary, "corpus")  # its permissions are those of other folders, not of temporary ones
-        complete.mkdir()
-        _write(complete, cfg, documents, tokenizer_json)
+    with FileLock(folder.parent / ".lock"):
+        if folder.exists():
+            return
+        shutil.rmtree(temporary, ignore_errors=True)  # what a killed process left
+        temporary.mkdir()
         try:
-            complete.rename(folder)
-        except OSError:
-            if not folder.exists():
-                raise
+            _write(temporary, cfg, call_corpus(cfg, "documents"), tokenizer_json)
+            temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # so that a full disk is not kept full
 
 
 def split(documents: list[tuple[str, str]], holdout: int) -> tuple[list, list]:

@@ -31,6 +31,7 @@ PARTS = {
     **{"config": dict, "model": dict[str, Tensor], "optimizer": dict, "step": int, "corpus": str},
     **{"tokenizer": str | None, "seconds": float, "validation": dict[str, float]},
 }
+MEASURED = {"loss", "ppl", "bits_per_byte"}  # by a validation
 # What a file of another content makes torch and our own checks raise
 ERRORS = (
     *(OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError),
@@ -79,7 +80,12 @@ def load(run: Path) -> dict[str, Any]:
         for name, x in state["model"].items():
             if x.dtype != torch.float32 or not x.isfinite().all():
                 raise ValueError(f"{name} has values that are not finite float32 numbers (NaN or Inf)")
-        return {**state, "cfg": from_dict(state["config"])}
+        cfg, step, validated = from_dict(state["config"]), state["step"], {*state["validation"]}
+        if not 1 <= step <= cfg.steps or state["seconds"] < 0:
+            raise ValueError(f"step {step} of {cfg.steps} after {state['seconds']} s")
+        if validated != MEASURED and (validated or step == cfg.steps):
+            raise ValueError("its validation lacks a result")
+        return {**state, "cfg": cfg}
 
 
 @contextmanager
@@ -93,12 +99,20 @@ def reading(path: Path) -> Generator[None]:
 
 
 def digest(weights: dict[str, Tensor]) -> str:
-    """The sha256 of weights in hexadecimal. Curves and fine-tuned runs store it to identify what they belong to."""
+    """The sha256 of weights in hexadecimal. Curves and fine-tuned runs store it to identify what they belong to.
+
+    It is that of their values in float32, in which bfloat16 weights are exact.
+    """
     sha = hashlib.sha256()
     for name in sorted(weights):
         sha.update(name.encode())
-        sha.update(weights[name].detach().cpu().contiguous().numpy().tobytes())
+        sha.update(weights[name].detach().cpu().float().contiguous().numpy().tobytes())
     return sha.hexdigest()
+
+
+def digest_of(run: Path) -> str | None:
+    """The digest of the weights of the run in this folder; None without a ckpt.pt, as for a model from elsewhere."""
+    return digest(load(run)["model"]) if (run / "ckpt.pt").exists() else None
 
 
 # ---- the state of a training ----

@@ -42,11 +42,12 @@ def locked(folder: Path, wait: bool = False) -> Generator[None]:
     """
     with file_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / ".lock", timeout=-1 if wait else 0):
-            yield
-    except Timeout:
-        raise UserError(f"{folder}: another process trains this run: wait for its end or choose name=NEW") from None
+        try:
+            lock = FileLock(folder / ".lock", timeout=-1 if wait else 0).acquire()
+        except Timeout:
+            raise UserError(f"{folder}: another process trains this run: wait for its end or choose name=NEW") from None
+    with lock:
+        yield
 
 
 def output_of(*command: str) -> str:

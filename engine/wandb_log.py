@@ -131,7 +131,7 @@ class TrainingLog(Log):
     def __init__(self, cfg: TrainConfig, folder: Path, start: int, facts: dict[str, Any]):
         self.cfg, self.folder, file = cfg, folder, folder / "wandb_id"
         self.config = {**run_config(folder.name, cfg), **facts}
-        run_id = file.read_text().strip() if start > 0 and file.exists() else new_id(folder.name)
+        run_id = file.read_text(encoding="utf-8").strip() if start > 0 and file.exists() else new_id(folder.name)
         super().__init__(cfg.project, "train", folder.name, folder.name, run_id, self.config, resume=True)
 
     def _open(self) -> None:

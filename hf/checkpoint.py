@@ -7,7 +7,6 @@ code, be known as harmless, or have a value that turns it off; any other key is 
 
 import contextlib
 import functools
-import hashlib
 import json
 import math
 import re
@@ -23,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from conf.cli import short
-from conf.errors import UserError, file_errors
+from conf.errors import UserError
 from conf.registry import has_type
 
 # Keys that do not change the logits of one text
@@ -80,7 +79,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """UserError for a file that is missing or no JSON object."""
     values: Any = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        values = json.loads(path.read_text())
+        values = json.loads(path.read_text(encoding="utf-8"))
     ensure(isinstance(values, dict), f"{path}: not a JSON object")
     return values
 
@@ -180,18 +179,9 @@ class Checkpoint:
     config: Config
     open_tensors: Callable[[], dict[str, Callable[[], Tensor]]]  # name -> what loads it
     tokenizer: Callable[[], Tokenizer]  # UserError if there is none, or a damaged one
-    files: Callable[[], list[Path]]  # those that determine the model
     notes: tuple[str, ...] = ()  # what a reader of its curves should know
     rename: Callable[[str], str] = str  # a tensor's name in the family -> in these tensors
     tokens: int = 0  # of the pre-training; 0: unknown
-
-    def digest(self, pretrained: dict) -> str:
-        """The sha256 of the files, and of the trained context (TrainConfig.pretrained), which train_ctx= can set."""
-        result = hashlib.sha256(str(pretrained).encode())
-        for path in self.files():
-            with file_errors(path), path.open("rb") as f:
-                result.update(hashlib.file_digest(f, "sha256").digest())
-        return result.hexdigest()
 
 
 def run_name(prefix: str, path: Path) -> str:
@@ -219,7 +209,6 @@ def open_folder(folder: Path) -> Checkpoint:
         config=config,
         open_tensors=lambda: read_tensors(weight_files(folder)),
         tokenizer=tokenizer,
-        files=lambda: [file, *weight_files(folder)],
     )
 
 

@@ -72,7 +72,6 @@ def open_gguf(path: Path) -> Checkpoint:
         open_tensors=lambda: {name: functools.partial(load, name) for name in infos if name != ROPE_FREQS},
         rename=lambda name: names.get_name(name, try_suffixes=(".weight", ".bias")) or name,
         tokenizer=lambda: tokenizer,
-        files=lambda: [path],
         notes=(f"{values.get('general.name', path.stem)}, weights stored as {max(types, key=types.count)}",),
     )
 

@@ -5,8 +5,10 @@ family and rope type with those of transformers.
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from conf.registry import describe, yaml_values
 from conf.schema import EvalConfig, TrainConfig
 from data.corpus import Document, HeldOut, held_out_texts
 from data.tokenizer import CheckpointTokenizer
+from engine import checkpoint
 from engine.device import store_in_bfloat16, uses_bfloat16
 from engine.finetune import Parent
 from engine.run import Run, check_fits, default_ctx
@@ -164,10 +167,16 @@ def open_foreign(cfg: EvalConfig, device: torch.device) -> Run:
         corpus=corpus,
         context=context,
         step=0,
-        digest=source.digest(settings.pretrained),
+        digest=digest_of(settings, weights),
         scaling_follows_length=True,
         notes=(*source.notes, *([LEFT_OUT.format(added)] if added else [])),
     )
+
+
+def digest_of(settings: TrainConfig, weights: dict[str, Tensor]) -> str:
+    """The sha256 of a model's weights and settings: a changed config.json or train_ctx= gives other curves, too."""
+    values = {**asdict(settings), "name": None, "weights": checkpoint.digest(weights)}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def foreign_parent(cfg: TrainConfig) -> Parent:
@@ -182,6 +191,6 @@ def foreign_parent(cfg: TrainConfig) -> Parent:
     scaling = theirs.scaling["kind"]
     check(scaling == "none", f"init={cfg.init}: the scaling of its config", scaling, "none to be continued")
     theirs.data = {**cfg.data, "tokenizer": "checkpoint", "vocab_size": vocab_size}
-    pretrained = {"ctx": theirs.ctx, "tokens": source.tokens, "run": cfg.init, "weights": source.digest({})}
+    pretrained = {"ctx": theirs.ctx, "tokens": source.tokens, "run": cfg.init, "weights": checkpoint.digest(weights)}
     fixed = ("model", "attention", "data.tokenizer", "data.vocab_size")
     return Parent(theirs, weights, source.tokenizer().to_str(), None, pretrained, fixed)

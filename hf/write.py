@@ -5,7 +5,7 @@ is approximated.
 """
 
 import json
-import tempfile
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import tiktoken
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from conf.errors import UserError, check, file_errors
@@ -69,13 +69,17 @@ def write_checkpoint(run: Run, out: Path) -> str:
     # Written to a temporary folder and renamed, so that a full disk leaves nothing that looks complete
     with file_errors(f"out={out}: cannot be written"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
-            folder = Path(temporary) / out.name
-            folder.mkdir()
+        temporary = out.with_name(f".{out.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)  # what a killed process left
+        temporary.mkdir()
+        try:
             for name, text in files.items():
-                (folder / name).write_text(text)
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-            folder.rename(out)
+                (temporary / name).write_text(text, encoding="utf-8")
+            # Not by save_file, whose error on a full disk is no OSError
+            (temporary / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
+            temporary.rename(out)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     return model_type
 
 

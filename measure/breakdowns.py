@@ -24,6 +24,8 @@ import numpy as np
 from conf.errors import UserError, check
 from conf.schema import EvalConfig
 from data.held_out import ngram_hashes
+from engine import checkpoint
+from engine.files import locked
 from measure.curves import Curve, Row, losses_file, read_curve, write_jsonl
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
 from measure.gain import controls
@@ -74,19 +76,22 @@ class Breakdowns:
         method = self.requested
         if self.positions:
             print_positions(self.positions, self.evaluation.run.context.train_ctx)
-            write_jsonl(self.file("position"), self.positions)
+            self.write("position", self.positions)
         for groups in self.groups:
-            rows, file = group_rows(self.evaluation, curves, method, groups), self.file(groups.title)
+            rows = group_rows(self.evaluation, curves, method, groups)
             title = f"gain of {method.label} over the better control by {groups.title}, nats/token [95 %]"
             print_groups(rows, title)
-            write_jsonl(file, rows)
+            file = self.write(groups.title, rows)
             log_table(self.cfg.project, self.evaluation, method, groups.title, rows)
             print(f"rows: {file}")
 
-    def file(self, title: str) -> Path:
-        """Its name tells weights, method (as that of the curve's file), length and texts apart."""
+    def write(self, title: str, rows: list[dict[str, Any]]) -> Path:
+        """Write rows to a file whose name tells weights, method (as the curve's file), length and texts apart."""
         evaluation, curve = self.evaluation, self.evaluation.curve_file(self.requested)
-        return curve.parent / "groups" / f"{title}-{curve.stem}-ctx{evaluation.ctx}-{evaluation.texts}.jsonl"
+        file = curve.parent / "groups" / f"{title}-{curve.stem}-ctx{evaluation.ctx}-{evaluation.texts}.jsonl"
+        with locked(curve.parent, wait=True):  # another evaluation of this run may write the same file
+            write_jsonl(file, rows)
+        return file
 
 
 # ---- the groups ----
@@ -131,9 +136,12 @@ def key_token_groups(evaluation: Evaluation, reference: str, runs: str) -> Group
     """
     task, run = matched_task(evaluation, f"key_tokens={reference}"), evaluation.run
     check(reference != run.name, "key_tokens", reference, "another run than the evaluated one")
-    files = Path(runs, reference, "eval").glob("none-????????.jsonl")  # without scaling: none-HASH
-    for file in sorted(files, key=lambda file: -file.stat().st_mtime):  # the newest weights first
-        rows = read_curve(file).by_length()
+    digest = checkpoint.digest_of(Path(runs, reference))
+    for file in sorted(Path(runs, reference, "eval").glob("none-????????.jsonl")):  # without scaling: none-HASH
+        curve = read_curve(file)
+        if digest and curve.first.weights != digest[:12]:
+            continue
+        rows = curve.by_length()
         short, long = next((row.train_ctx, row.longest_trained_ctx) for row in rows.values())
         right = f"a run that was fine-tuned at more than {short} and at most {NEAR} tokens"
         check(short < long <= NEAR, "key_tokens", reference, right)

@@ -90,7 +90,7 @@ class Evaluation:
         truncation = {longest} if self.ctx > longest >= task.minimum else set()  # the length of this control
         self.lengths = sorted(truncation.union(self.lengths))
         identity = hashlib.sha256(task.identity().encode())
-        self.texts = identity.hexdigest()[:12]
+        self.texts = task.texts()
         self.target_keys = {n: self._key(identity.copy(), n) for n in self.lengths}
         # Of every row, and of the config of a wandb run
         self.facts: dict[str, Any] = {"task": task.label, "texts": self.texts, "documents": len(task.names)}

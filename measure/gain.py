@@ -89,7 +89,8 @@ def over_seeds(rows: list[Row], windows: list[Row], nones: list[Row]) -> dict[st
         unaligned, *ends = mean_interval(np.stack([row.document_losses(common) for row in rows]))
         low, high = (mean + end - unaligned for end in ends)
     found: dict[str, Value] = {PERPLEXITY: [np.exp(np.minimum(x, 700)) for x in (mean, low, high, losses)]}
-    if math.isfinite(bits := rows[0].bits_per_byte / rows[0].loss):  # the same for all losses on these targets
+    bits = rows[0].bits_per_byte / rows[0].loss if rows[0].loss else math.nan  # the same for all these losses
+    if math.isfinite(bits):
         found[BITS] = [bits * x for x in (mean, low, high, losses)]
     window = {row.run: row for row in windows if row.n == rows[0].n}
     if all(row.run in window for row in rows):

@@ -72,7 +72,7 @@ def end_labels(ax: Any, ends: Sequence[tuple[float, float, str, dict[str, Any]]]
         at = max(min(y[j : k + 1].mean() for k in range(i, len(y))) for j in range(i + 1)) + shift[i]
         leader = {"arrowstyle": "-", "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 3, "color": style["color"]}
         leader |= {"linestyle": (0, (1, 2)), "linewidth": 0.9}  # unlike any curve: it is not the curve's continuation
-        look = {"va": "center", "color": style["color"], "fontsize": 9, "annotation_clip": False}
+        look = {"va": "center", "color": style["color"], "fontsize": 9, "annotation_clip": False, "parse_math": False}
         ax.annotate(text, (x, last), (1 + space / width, at), "data", "axes fraction", leader, **look)
 
 
@@ -119,7 +119,8 @@ def draw_curves(
         right.tick_params(labelsize=8, pad=1, direction="in", colors="#666666")
         ax.annotate("perplexity", (1, 1), (0, 5), "axes fraction", "offset points", ha="right", **GREY)
     lengths_axis(ax, sorted({row.n for c in curves for row in c.overall}))
-    ax.set(title=title, xlabel="context length n, tokens", ylabel=ylabel)
+    ax.set_title(title, parse_math=False)  # it names runs, and a $ may be in a name
+    ax.set(xlabel="context length n, tokens", ylabel=ylabel)
     end_labels(ax, ends)
     return fig
 

@@ -171,7 +171,7 @@ CHECK = r"(.+ @[\d.]+) (>|is no worse than|differs from|equals) (.+? @[\d.]+)(?:
 
 def read_claims(study: str) -> list[Claim]:
     """The claims about the rows of this study, `matrix` or `layers`."""
-    claims = yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text())[study]
+    claims = yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text(encoding="utf-8"))[study]
     return [read_claim(**claim) for claim in claims]
 
 

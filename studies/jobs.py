@@ -15,7 +15,7 @@ from conf.registry import ROOT, choices, yaml_values
 from engine.device import autocast
 from engine.files import commit
 from engine.run import Run
-from measure.curves import Row, read_curve, select_shared
+from measure.curves import Row, read_run, select_shared
 from measure.intervals import bootstrap
 from measure.tasks.matched import NEAR, Matched
 from model.scaling import resolve
@@ -29,6 +29,7 @@ class Stopped(Exception):
     """The deadline has passed, or the user pressed Ctrl-C."""
 
 
+PATIENCE = 60.0  # seconds from SIGTERM to a child until it is killed
 children: set[subprocess.Popen] = set()  # those of `run_script` that run now, in any thread
 stopping = threading.Event()  # set when no further ones may be started
 
@@ -47,8 +48,7 @@ def run_script(argv: list[str], deadline: float) -> None:
     try:
         code = child.wait(timeout)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):  # Ctrl-C, or SIGTERM: see studies/matrix.py
-        child.send_signal(signal.SIGTERM)
-        child.wait()
+        stop(child)
         raise Stopped from None
     finally:
         children.discard(child)
@@ -57,6 +57,19 @@ def run_script(argv: list[str], deadline: float) -> None:
     if code:
         command = " ".join(["python", *argv])
         raise UserError(f"`{command}` failed with exit code {code}; run the same command again to resume from there")
+
+
+def stop(*running: subprocess.Popen) -> None:
+    """Send SIGTERM to child processes, which then save and end. One that has not after a minute is killed."""
+    for child in running:
+        child.send_signal(signal.SIGTERM)
+    until = time.monotonic() + PATIENCE
+    for child in running:
+        try:
+            child.wait(max(0.1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
 
 
 # ---- a job ----
@@ -103,16 +116,15 @@ def applicable_scalings(run: Run, longest: int) -> list[str]:
 
 
 def gather(job: Job, run: Run, size: Size) -> list[StudyRow]:
-    """The rows of a run: one for each of its newest curves and each length, and those of the shifted text."""
-    curves = [read_curve(file) for file in sorted((run.folder / "eval").glob("*.jsonl"))]
-    newest = max(curves, key=lambda curve: curve.written)
-    rows = [row for curve in select_shared(curves, newest.first.texts) for row in curve.rows]
+    """The rows of a run: one for each of its curves and each length, and those of the shifted text."""
+    task = Matched(run.corpus, max(job.lengths), size.documents, size.scored_tokens, size.windows, size.far_windows)
+    curves = select_shared(read_run(run.folder, run.digest), task.texts())
+    rows = [row for curve in curves for row in curve.rows]
     if job.methods is not None:  # the matrix has the same run with more methods and lengths
         labels = ("none", "window", *job.methods)
         rows = [row for row in rows if row.n in job.lengths and row.label in labels]
     if job.part == "encodings":
         (unscaled,) = (row for row in rows if (row.label, row.n) == ("none", size.L // 2))
-        task = Matched(run.corpus, max(job.lengths), size.documents, size.scored_tokens, size.windows, size.far_windows)
         rows += shifted(unscaled, run, task)
     about = {"base": run.cfg.pos.get("base"), "in_window": run.validation["bits_per_byte"], "steps": run.cfg.steps}
     origin = {"threads": torch.get_num_threads(), "commit": commit()}

@@ -20,7 +20,7 @@ import torch
 from conf.errors import check, user_errors
 from conf.registry import choices
 from measure.curves import write_jsonl
-from studies.jobs import Stopped, children, run_job, stopping
+from studies.jobs import Stopped, children, run_job, stop, stopping
 from studies.plan import PLANS, Job, load_size, minutes, select_jobs
 from studies.rows import StudyRow, read_rows
 
@@ -40,7 +40,8 @@ def main() -> None:
     rate = f"{size.train_rate:,.0f} tokens/s of training"
     print(f"{len(jobs)} jobs, {len(todo)} to do: about {left / 60:.1f} h at {rate}")
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the child saves before this process ends
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
     check(args.jobs >= 1, "jobs", args.jobs, "at least 1")
     share_cores(args.jobs)
     done, deadline = 0, time.monotonic() + 60 * args.minutes
@@ -50,10 +51,17 @@ def main() -> None:
             write_jsonl(out, rows)
             done, left = done + 1, left - minutes(job, size)
             print(f"\n=== {job.name} is done: {done} of {len(todo)}; about {left / 60 / args.jobs:.1f} h left ===")
-    except (Stopped, KeyboardInterrupt):
-        sys.exit(f"stopped: {done} jobs done, {len(todo) - done} left; run the same command again to resume")
+    except (Stopped, KeyboardInterrupt) as e:
+        left_over = f"{len(todo) - done} left; run the same command again to resume"
+        print(f"stopped: {done} jobs done, {left_over}", file=sys.stderr)
+        sys.exit(128 + e.args[0] if e.args else 1)
     reports = "studies.layers" if args.plan == "layers" else "studies.claims, studies.tables"
     print(f"\nrows: {out}   next: python -m {reports}, studies.figures")
+
+
+def interrupt(number: int, frame: object) -> None:
+    """The handler of Ctrl-C and SIGTERM: the child saves before this process ends."""
+    raise KeyboardInterrupt(number)
 
 
 def share_cores(jobs: int) -> None:
@@ -91,8 +99,7 @@ def finished_jobs(
                 yield by_future[future], future.result()
         except KeyboardInterrupt:  # only the main thread gets it, and the jobs run in others
             stopping.set()
-            for child in tuple(children):
-                child.send_signal(signal.SIGTERM)
+            stop(*children)
             raise
         finally:
             pool.shutdown(cancel_futures=True)

@@ -85,7 +85,7 @@ def read_evaluation(args: argparse.Namespace, corpus: str) -> Rows:
 def antecedents(args: argparse.Namespace, corpus: str) -> dict[str, list[dict[str, Any]]]:
     """label -> the rows of its gains by the distance to the antecedent."""
     files = sorted(folder(args, corpus).glob("*/eval/groups/antecedent-*.jsonl"))
-    groups = [[json.loads(text) for text in file.read_text().splitlines()] for file in files]
+    groups = [[json.loads(text) for text in file.read_text(encoding="utf-8").splitlines()] for file in files]
     return {rows[0]["label"]: rows for rows in groups}
 
 

@@ -145,7 +145,7 @@ def difference(a: Seeds, b: Seeds) -> np.ndarray:
 def read_rows(path: Path) -> Rows:
     """The rows in a file that studies.matrix wrote. UserError if it is missing or damaged."""
     try:
-        rows = [study_row(json.loads(line)) for line in path.read_text().splitlines()]
+        rows = [study_row(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
         plan = " --plan layers" if path.name.startswith("layers") else ""
         raise UserError(f"{path}: not found: first python -m studies.matrix{plan}") from None

@@ -79,7 +79,8 @@ REFUSED = {
         model.mlp=relu | data.tokenizer=word | data.vocab_size=10 | ~data.holdout -> data.holdout | runs=
         pos.base=nan | pos.base=zero | pos.base=0.5 | pos.kind=swirl | +pos.foo=1 -> pos:
         +foo=1 -> settings: | ~pos -> pos={}
-        seed=??? | pos.base=??? | name=${nothing} -> Interpolation key | device=tpu9
+        seed=??? | pos.base=??? | name=${nothing} -> name: Interpolation key | device=tpu9
+        optim.lr=${nothing} -> optim.lr: Interpolation key
         batch_tokens=100 | data=text data.files=none/*.txt | init=nobody | model.width=30 model.n_heads=4 -> model.width
         model.width=30 -> head_dim=15 | model.n_kv_heads=3 | positions=random longest=32 | ctx_start=48
         ctx_start=16 positions=random -> ctx_start=16 | model.qk_norm_all_heads=true -> model.qk_norm=False
@@ -102,7 +103,9 @@ REFUSED = {
     """,
     "eval": """
         ctx=-5 | ctx=[64,x] -> ctx=[64, 'x'] | ctx=32 | multiples=[inf] | documents=0 | exp=nothing
-        plus=nothing -> plus= | exp=quick -> no trained run with exp=quick | run=nobody | run='a**' -> run=a**
+        plus=nothing -> plus=
+        plus=[../eval] -> plus= | plus=3 -> plus= | plus=[[pi]] -> plus=
+        exp=quick -> no trained run with exp=quick | run=nobody | run='a**' -> run=a**
         run=/tmp/x | train_ctx=9
         task.kind=passkey | task.scored_tokens=few | task.scored_tokens=0 | task=sliding task.stride=0
         task=prefix +task.stride=4 -> task: | scaling=pi scaling.factor=half | scaling=pi scaling.factor=inf

@@ -2,7 +2,9 @@
 
 import inspect
 import json
+import multiprocessing
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +21,7 @@ from data import batches, corpus as corpora, tokenizer
 from data.batches import batch, cut_rows, row_length, training_positions
 from data.corpora import sympy
 from data.held_out import long_documents, validation_windows
-from tests.helpers import line_of, train_settings
+from tests.helpers import line_of, train_settings, wait_until
 
 TEXT = {"kind": "text", "files": "docs/*.txt", "tokenizer": "bpe", "vocab_size": 300, "holdout": 2}
 
@@ -95,7 +97,7 @@ def test_the_cache_is_reused_and_keyed(docs, capsys):
     assert len({corpora.prepare(cfg, "mine").key for cfg in [TEXT, *others]}) == 4
     (docs / "0.txt").write_text("changed")
     assert corpora.prepare(TEXT, "mine").key != first.key
-    assert not list(Path("mine").glob("*.*"))  # no temporary folder is left
+    assert not list(Path("mine").glob("[!.]*.*"))  # no temporary folder is left
 
 
 def test_the_default_corpus_is_the_one_that_published_runs_name_and_has_room_for_long_contexts(here):
@@ -134,20 +136,29 @@ def test_a_damaged_cache_is_neither_used_nor_deleted(damage, docs):
     assert corpora.prepare(TEXT, "mine").train.tolist() == train
 
 
-def test_the_folder_of_a_faster_process_is_used(docs, monkeypatch):
-    """It appears while this process builds its own, which is dropped."""
-    write = corpora._write
+def test_of_three_processes_one_prepares_the_cache_though_the_first_is_killed(docs, capfd):
+    fork, write = multiprocessing.get_context("fork"), corpora._write
+    cfg = {**TEXT, "tokenizer": "bytes"}  # bpe is trained by threads, which a forked process lacks
 
-    def write_while_another_process_finishes(*args) -> None:
+    def write_for_ever(*args) -> None:
         write(*args)
-        with monkeypatch.context() as patch:
-            patch.setattr(corpora, "_write", write)
-            corpora.prepare(TEXT, "mine")
-            (only_folder() / "theirs").touch()
+        time.sleep(60)
 
-    monkeypatch.setattr(corpora, "_write", write_while_another_process_finishes)
-    corpora.prepare(TEXT, "mine")
-    assert (only_folder() / "theirs").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpora, "_write", write_for_ever)
+        first = fork.Process(target=corpora.prepare, args=(cfg, "mine"))
+        first.start()
+    wait_until(lambda: list(Path("mine").glob("*/meta.json")), 30)
+    others = [fork.Process(target=corpora.prepare, args=(cfg, "mine")) for _ in range(2)]
+    for process in others:
+        process.start()
+    first.kill()
+    for process in (first, *others):
+        process.join(60)
+    assert [process.exitcode for process in others] == [0, 0]
+    assert capfd.readouterr().err.count("training documents") == 2  # by the first, and by one of the others
+    assert {path.name for path in Path("mine").iterdir()} == {".lock", only_folder().name}
+    assert len(corpora.prepare(cfg, "mine").held_out) == 2
 
 
 def test_a_cache_that_cannot_be_written_is_one_clear_error(docs):

@@ -645,13 +645,25 @@ def changed(without: str = "", **values: object) -> str:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[1]", "\x00\x01", changed("nll"), changed(windows=[0]), A_CURVE.read_text()[:-40]]
+    "text",
+    [
+        *("", "[1]", "\x00\x01", "[" * 100_000, A_CURVE.read_text()[:-40]),
+        *(changed("nll"), changed(windows=[0]), changed(nll=[]), changed(nll="a"), changed(hits=[1.0])),
+        *(changed(n=n) for n in ("64", 0, 64.5)),
+        *(changed(**{key: 0}) for key in ("bytes", "documents", "train_ctx")),
+        *(changed(distance=3), changed(low=10**400), changed(high="a")),
+        *(changed(loss=x) for x in ("a", 1e308, 0.0, -1.0)),
+        *(changed(**{key: text}) for key in ("run", "label", "pos", "task") for text in ("", "a\x1b[31m")),
+    ],
 )
 def test_damaged_curves_and_those_of_earlier_versions_are_one_clear_line(text, tmp_path):
     file = tmp_path / "broken.jsonl"
     file.write_text(text)
     with pytest.raises(UserError, match=r"broken\.jsonl: not a curve that .* wrote \(.*\): move it"):
         read_curve(file)
+    file.unlink()
+    file.mkdir()
+    assert "broken.jsonl: not a curve" in helpers.line_of(read_curve, file)
 
 
 # ---- a run as one object ----

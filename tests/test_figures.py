@@ -199,6 +199,12 @@ def test_the_perplexity_axis_has_the_perplexities_of_the_ticks():
     assert float(right.yaxis.get_major_formatter()(bits, 0)) == pytest.approx(np.exp(2.88), rel=1e-3)
 
 
+def test_a_dollar_in_a_name_is_no_formula(tmp_path):
+    curve = curve_of("$\\frac{$", "$\\x$", {64: 2.0, 128: 2.5})
+    Losses().draw([curve, curve_of("y", "none", {64: 2.0, 128: 2.5})], tmp_path / "x.png", "$\\frac{$")
+    assert (tmp_path / "x.png").exists()
+
+
 # ---- files ----
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from hf import write
 from hf.families import FAMILIES, TEXT_PARTS
 from model import gpt
 from tests import hf_models as reading
-from tests.helpers import error_of, run_eval, train_settings, write_documents
+from tests.helpers import command, error_of, run_eval, train_settings, write_documents
 from tests.hf_models import CASES, L, edit, our_logits, save_random, transformers, with_tokenizer
 
 
@@ -240,7 +241,8 @@ def a_run(here, *overrides: str, validation: dict | None = None) -> tuple[TrainC
     """runs/x with random weights, at ctx 64, extended to 256 where a scaling is named."""
     cfg = train_settings("exp=smoke", "name=x", *overrides)
     if cfg.scaling["kind"] != "none":
-        cfg.init, cfg.pretrained, cfg.ctx = "parent", {"ctx": 64, "tokens": 1}, 256
+        cfg.init, cfg.ctx = "parent", 256
+        cfg.pretrained = {"ctx": 64, "tokens": 1, "run": "parent", "weights": "0"}
     corpus = corpora.prepare(cfg.data, ".cache")
     model = reading.biases(gpt.build(cfg, corpus.vocab_size))
     state = {"config": asdict(cfg), "step": 1}
@@ -286,11 +288,36 @@ def test_exported_logits_equal_transformers(case, here, monkeypatch):
     assert (logits - a).abs().max() <= 1e-4 * b.abs().max()
 
 
+def test_a_full_disk_is_one_line_and_leaves_nothing(here, monkeypatch):
+    write_documents(here)
+    a_run(here, *TEXT)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
+    try:
+        assert export_error(monkeypatch, "run=x", "out=there").startswith("error: out=there: cannot be written: ")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(p.name for p in here.iterdir()) == [".cache", "docs", "runs"]
+    Path(".there.tmp").mkdir()  # of a killed export
+    run_export(monkeypatch, "run=x", "out=there")
+    assert not Path(".there.tmp").exists()
+
+
+@pytest.mark.process
+def test_an_export_does_not_depend_on_the_locale(here):
+    write_documents(here)
+    a_run(here, *TEXT)
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = command("export.py", "run=x", "out=there", cwd=here, **ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert not Path("there/tokenizer.json").read_bytes().isascii()
+
+
 def test_model_card(here, monkeypatch):
     """Valid front matter, the run's settings and measurements, and a command that reads the folder."""
     yaml = pytest.importorskip("yaml")
     write_documents(here)
-    a_run(here, *TEXT, "scaling=pi", validation={"loss": 1.25, "ppl": 3.5})
+    a_run(here, *TEXT, "scaling=pi", validation={"loss": 1.25, "ppl": 3.5, "bits_per_byte": 1.0})
     run_export(monkeypatch, "run=x", "out=there")
     _, front, body = Path("there/README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front) == {

@@ -4,6 +4,7 @@ tests/hf_configs/NAME.json are the config.json of popular checkpoints at tiny si
 the logits of transformers; the table in docs/huggingface.md must be what happens.
 """
 
+import dataclasses
 import json
 import re
 import shutil
@@ -16,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conf.errors import UserError
-from hf.checkpoint import HARMLESS, open_folder
-from hf.open import open_checkpoint, read_checkpoint
+from hf.checkpoint import HARMLESS
+from hf.open import digest_of, open_checkpoint, read_checkpoint
 from tests import hf_models as reading
 from tests.hf_models import CASES, WINDOW, L, edit, our_logits, save_random, transformers
 
@@ -28,7 +29,7 @@ def test_only_the_model_files_are_read(tmp_path):
     """model.safetensors before the index, and never an adapter or the same weights in another format."""
     save_random("llama", {}, tmp_path)
     cfg, before, _ = reading.read(tmp_path, L)
-    digest = open_folder(tmp_path).digest(cfg.pretrained)
+    digest = digest_of(cfg, before)
     other = {name: x + 1 for name, x in load_file(tmp_path / "model.safetensors").items()}
     for name in ("adapter_model", "consolidated", "zzz", "model-00001-of-00001"):
         save_file(other, tmp_path / f"{name}.safetensors")
@@ -36,14 +37,14 @@ def test_only_the_model_files_are_read(tmp_path):
     index.write_text(json.dumps({"weight_map": dict.fromkeys(other, "model-00001-of-00001.safetensors")}))
     after = reading.read(tmp_path, L)[1]
     assert all(torch.equal(before[k], after[k]) for k in before)
-    assert open_folder(tmp_path).digest(cfg.pretrained) == digest
+    assert digest_of(cfg, after) == digest
     # The index is read where there is no model.safetensors, and then only its files count
     (tmp_path / "model.safetensors").unlink()
-    assert torch.equal(reading.read(tmp_path, L)[1]["tokens.weight"], before["tokens.weight"] + 1)
-    indexed = open_folder(tmp_path).digest(cfg.pretrained)
-    (tmp_path / "zzz.safetensors").unlink()
-    assert open_folder(tmp_path).digest(cfg.pretrained) == indexed != digest
-    assert open_folder(tmp_path).digest({"ctx": 16}) != indexed  # by train_ctx=
+    indexed = reading.read(tmp_path, L)[1]
+    assert torch.equal(indexed["tokens.weight"], before["tokens.weight"] + 1)
+    # What identifies curves: weights and settings, such as those of train_ctx=, but no name
+    others = [digest_of(cfg, indexed), digest_of(dataclasses.replace(cfg, ctx=16), before)]
+    assert len({digest, *others}) == 3 and digest_of(dataclasses.replace(cfg, name="copy"), before) == digest
     index.unlink()
     with pytest.raises(UserError, match=r"no model\.safetensors there"):
         reading.read(tmp_path, L)

@@ -47,6 +47,11 @@ def test_the_numbers_of_one_seed_are_those_that_compare_prints():
     assert ACCURACY not in found
 
 
+def test_a_loss_of_0_has_no_bits_per_byte():
+    curves = [curve_of("x", label, {64: 0.0, 128: 1.0}) for label in ("none", "window")]
+    assert BITS not in value(curves, "x", "none", 64) and BITS in value(curves, "x", "none", 128)
+
+
 def test_seeds_are_one_curve():
     assert {run for run, _ in page.lines_of(curves_of_runs())} == {"rope", "alibi"}
     mean, low, _, seeds = value(curves_of_runs(), "rope", "none", 256)[PERPLEXITY]

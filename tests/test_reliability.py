@@ -4,10 +4,14 @@ import contextlib
 import dataclasses
 import json
 import math
+import multiprocessing
+import os
 import pickle
 import shutil
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,13 +30,15 @@ from engine.run import Run, find_runs
 from hf.open import open_foreign
 from measure import evaluation
 from measure.breakdowns import target_losses
-from measure.curves import losses_file, read_curve
+from measure.curves import losses_file, read_curve, write_jsonl
 from model.decode import Decoder
+from studies import jobs, matrix
 from tests.helpers import (
     ROOT,
     error_of,
     eval_settings,
     line_of,
+    run_command,
     run_eval,
     run_train,
     start,
@@ -98,6 +104,16 @@ DAMAGES = {
     "weights of another type": edited(lambda state: state["model"].update({"norm.weight": torch.ones(64).half()})),
     "weights of another shape": edited(lambda state: state["model"].update({"norm.weight": torch.ones(3)})),
     "a lost weight": edited(lambda state: state["model"].pop("norm.weight")),
+    "a negative step": edited(lambda state: state.update(step=-5)),
+    "a step past the last": edited(lambda state: state.update(step=50)),
+    "time that runs back": edited(lambda state: state.update(seconds=-1e9)),
+    "finished without a validation": edited(lambda state: state.update(step=2, validation={})),
+    "half a validation": edited(lambda state: state["validation"].pop("ppl")),
+    "an unknown scaling": edited(lambda state: state["config"].update(plus=["nope"])),
+    "a scaling outside conf": edited(lambda state: state["config"].update(plus=["../eval"])),
+    "a number for a list": edited(lambda state: state["config"].update(plus=3)),
+    "no holdout": edited(lambda state: state["config"]["data"].pop("holdout")),
+    "a wrong parent": edited(lambda state: state["config"].update(init="y", pretrained={"ctx": "many"})),
     "lost moments": edited(lambda state: state["optimizer"]["state"].pop("norm.weight")),
     **{f"no {part}": edited(lambda state, part=part: state.pop(part)) for part in PARTS},
 }
@@ -203,6 +219,7 @@ def test_a_lock_is_held_by_one(here):
     for _ in range(2):  # it can be taken again
         with locked(folder), locked(Path("new/other")):
             assert line_of(locked(folder).__enter__).startswith("new/folder: another process")
+    assert folder.is_dir()
 
 
 @pytest.mark.process
@@ -232,6 +249,92 @@ def test_a_study_that_is_stopped_stops_its_child(here):
     (child,) = children_of(study)
     study.send_signal(signal.SIGTERM)
     assert "stopped: 0 jobs done" in study.communicate(timeout=60)[1] and not Path(f"/proc/{child}").exists()
+    assert study.returncode == 143
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_study_says_so_by_its_exit_code(number, here, monkeypatch):
+    monkeypatch.setattr(matrix, "run_job", lambda *_: [])
+    monkeypatch.setattr(matrix, "write_jsonl", lambda *_: signal.raise_signal(number))
+    handlers = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}
+    code, _, err = run_command(matrix.main, ["smoke", "--out", "rows.jsonl"], monkeypatch)
+    assert code == 128 + number and "stopped: 0 jobs done" in err
+    for x, handler in handlers.items():
+        signal.signal(x, handler)
+
+
+def test_a_child_that_does_not_end_is_killed(monkeypatch):
+    ignores = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", ignores], stdout=-1) as child:
+        assert child.stdout and child.stdout.readline()
+        monkeypatch.setattr(jobs, "PATIENCE", 0.1)
+        jobs.stop(child)
+        assert child.returncode == -signal.SIGKILL
+
+
+# ---- evaluations beside other processes ----
+
+
+def show_comparison(monkeypatch) -> tuple[str, str]:
+    """(stdout, stderr) of compare.py."""
+    code, out, err = run_command(compare.main, [], monkeypatch)
+    assert code == 0 and Path("runs/compare.png").exists()
+    return out, err
+
+
+def test_curves_of_other_weights_are_not_shown_however_new_their_files_are(x, monkeypatch):
+    (file,) = (x / "eval").glob("none-*.jsonl")
+    rows = [dataclasses.replace(row, weights="0" * 12, bits_per_byte=9.999) for row in read_curve(file).rows]
+    write_jsonl(x / "eval/none-01234567.jsonl", rows)
+    os.utime(x / "eval/none-01234567.jsonl", (2e9, 2e9))
+    out, _ = show_comparison(monkeypatch)
+    assert "x  none" in out and "9.999" not in out
+
+
+def test_an_evaluation_beside_a_training_that_saves_names_the_weights_that_it_measured(x, monkeypatch):
+    load, first = checkpoint.load, checkpoint.load(x)["model"]
+
+    def load_before_a_save(run: Path) -> dict:
+        state, saved = load(run), torch.load(run / "ckpt.pt", weights_only=True)
+        saved["model"]["norm.weight"] *= 2
+        torch.save(saved, run / "ckpt.pt")
+        return state
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "load", load_before_a_save)
+        run_eval("run=x", "ctx=128", "documents=2", "fresh=true")
+    (file,) = (x / "eval").glob("none-*.jsonl")
+    assert {row.weights for row in read_curve(file).rows} == {checkpoint.digest(first)[:12]}
+    code, _, err = run_command(compare.main, [], monkeypatch)
+    assert code == 1 and "left out: runs/x: no curve of its present weights: python eval.py run=x" in err
+
+
+def test_two_evaluations_of_one_run_at_once(x, monkeypatch):
+    """They write the same rows, groups and figure; each write takes so long that they overlap."""
+    fsync = os.fsync
+    monkeypatch.setattr("engine.files.os.fsync", lambda f: (fsync(f), time.sleep(0.05)))
+    settings = ("run=x", "ctx=128", "documents=2", "fresh=true", "by_antecedent=true", "by_position=true")
+    fork = multiprocessing.get_context("fork")
+    both = [fork.Process(target=run_eval, args=settings) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(120)
+    assert [process.exitcode for process in both] == [0, 0]
+    files = {file.name for file in (x / "eval").rglob("*") if file.is_file()}
+    assert len([name for name in files if name.startswith(("antecedent", "position"))]) == 2 and "ctx128.png" in files
+    assert not any(name.endswith(".tmp") for name in files)
+    assert all(len(read_curve(file).rows) == 2 for file in (x / "eval").glob("*.jsonl"))
+
+
+def test_a_run_that_can_only_be_read_is_evaluated_without_a_picture(x, capsys):
+    (x / "eval/.lock").unlink()
+    (x / "eval/.lock").mkdir()  # which nobody can open, not even root
+    assert line_of(locked(Path("runs/x/eval")).__enter__).startswith("runs/x/eval: ")
+    (x / "eval/ctx128.png").unlink()
+    run_eval("run=x", "ctx=128", "documents=2")
+    out, err = capsys.readouterr()
+    assert "warning: no picture: runs/x/eval: " in err and "rows: runs/x/eval/*.jsonl" in out and ".png" not in out
 
 
 @pytest.mark.process
