@@ -258,9 +258,11 @@ def test_knobs_are_checked_against_the_type_hints(knobs, right):
 
 def test_settings_that_were_read_from_a_file_are_taken_as_they_are(monkeypatch):
     monkeypatch.setenv("SECRET", "x")
-    plain = {"init": "${oc.env:SECRET}", "pos": {"kind": "${init}"}}
+    parent = {"ctx": 64, "tokens": 1, "run": "${init}", "weights": "0"}
+    plain = {"init": "${oc.env:SECRET}", "pos": {"kind": "${init}"}, "pretrained": parent}
     cfg = from_dict(asdict(train_settings()) | plain)
-    assert (cfg.init, cfg.pos, cfg.optim.lr) == (plain["init"], plain["pos"], 0.002) and isinstance(cfg.optim.lr, float)
+    assert (cfg.init, cfg.pos, cfg.pretrained) == (plain["init"], plain["pos"], parent)
+    assert isinstance(cfg.optim.lr, float)
     for wrong in (3, {"ctx": "many"}, {"model": {"width": 1.5}}, {"model": 3}, {"optim": {"lrr": 1}}, {}):
         line_of(from_dict, wrong)
 
