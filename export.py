@@ -1,4 +1,4 @@
-"""Write a trained run as a Hugging Face checkpoint: python export.py run=rope out=DIR (a file of its own: a command)
+"""Write a trained run as a Hugging Face checkpoint: python export.py run=rope out=DIR
 
 DIR then contains config.json, model.safetensors and tokenizer.json, which AutoModelForCausalLM and AutoTokenizer load.
 A setting of the run that transformers cannot express ends in an error that names the setting; nothing is approximated.

@@ -1,4 +1,4 @@
-"""Rows of measurements as JSON lines, in a file of its own because every benchmark writes them."""
+"""Append a row of measurements to a file of JSON lines; a file of its own: every benchmark does it."""
 
 import argparse
 import json

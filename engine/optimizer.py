@@ -1,4 +1,4 @@
-"""AdamW with its learning-rate schedule, in a file of its own, because it is what many readers want to change."""
+"""AdamW and its learning-rate schedule; a file of its own: many readers want to change the optimizer."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""GELU on a CPU, where torch's own tanh is slow; a file of its own, so that the model only writes act(up(x))."""
+"""GELU on a CPU, where torch's tanh is slow; a file of its own: the model only writes act(up(x))."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def after_linear(act: Callable[[Tensor], Tensor], linear: nn.Linear, x: Tensor) -> Tensor:
-    """act(linear(x)), by one operation of oneDNN where `fuses_gelu` says so: GELU of the float32 sums."""
+    """act(linear(x)). Where `fuses_gelu`: one operation of oneDNN, which applies GELU before it rounds to bfloat16."""
     if act not in (gelu, F.gelu) or not fuses_gelu(x):
         return act(linear(x))
     x, weight, bias = (None if t is None else t.bfloat16() for t in (x, linear.weight, linear.bias))

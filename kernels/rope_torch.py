@@ -1,4 +1,4 @@
-"""The rotary op in plain torch, a file of its own beside the kernel: it runs where that does not, and is its oracle."""
+"""The rotary op in plain torch; a file of its own: it runs without Triton, and the kernel is tested against it."""
 
 from typing import Any
 

@@ -68,8 +68,10 @@ def imports_in_functions() -> tuple[set[str], list[str]]:
 
 
 def small_files() -> list[str]:
-    """Files that are neither plug-ins nor the __init__.py of a folder, nor give a reason for their size."""
-    others = {path for path in PRODUCT if not path.startswith(PLUG_INS) and not path.endswith("__init__.py")}
+    """Files that are neither commands, plug-ins nor the __init__.py of a folder, nor give a reason for their size."""
+    others = {
+        path for path in PRODUCT if not path.startswith(PLUG_INS) and not path.endswith("__init__.py") and "/" in path
+    }
     small = [path for path in sorted(others) if code_lines(PRODUCT[path]) < SMALLEST_FILE]
     return [path for path in small if REASON not in PRODUCT[path].split("\n")[0]]
 
