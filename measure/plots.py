@@ -114,8 +114,11 @@ def draw_curves(
     for level in levels:
         ax.axhline(level, color="#999999", linewidth=1, linestyle=(0, (1, 2)))
     if nats:
-        right = ax.secondary_yaxis("right")  # with the same ticks
-        right.yaxis.set_major_formatter(lambda bits, _: f"{np.exp(bits * nats):.4g}")
+        low, high = np.exp(np.minimum(np.multiply(ax.get_ylim(), nats), 700))
+        round_numbers = pyplot().LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7), numticks=99).tick_values(low, high)
+        ticks = [ppl for ppl in round_numbers if low <= ppl <= high]
+        right = ax.secondary_yaxis("right")  # in bits per byte, too
+        right.set_yticks(np.log(ticks) / nats, [f"{ppl:g}" for ppl in ticks])
         right.tick_params(labelsize=8, pad=1, direction="in", colors="#666666")
         ax.annotate("perplexity", (1, 1), (0, 5), "axes fraction", "offset points", ha="right", **GREY)
     lengths_axis(ax, sorted({row.n for c in curves for row in c.overall}))

@@ -191,12 +191,13 @@ def test_lines_are_the_mean_losses_of_the_rows(all_figures, rows):
     assert pi.get_ydata().tolist() == [np.exp(rows[1].losses(*run, 1024).mean()) for run in runs]
 
 
-def test_the_perplexity_axis_has_the_perplexities_of_the_ticks():
-    flat = curve_of("alibi", "none", {64: 2.88, 128: 2.882}, "alibi")
-    fig = drawn(Losses().draw, [flat], Path("x.png"), "title")
+@pytest.mark.parametrize("loss", [2.882, 3.5, 7.0])
+def test_the_perplexity_axis_has_round_perplexities_where_they_belong(loss):
+    fig = drawn(Losses().draw, [curve_of("alibi", "none", {64: 2.88, 128: loss}, "alibi")], Path("x.png"), "title")
     [right] = fig.axes[0].child_axes
-    bits = 2.88 * A_ROW.tokens / np.log(2) / A_ROW.bytes
-    assert float(right.yaxis.get_major_formatter()(bits, 0)) == pytest.approx(np.exp(2.88), rel=1e-3)
+    nats = np.log(2) * A_ROW.bytes / A_ROW.tokens
+    shown = [float(label.get_text()) for label in right.get_yticklabels()]
+    assert len(shown) > 1 and np.exp(right.get_yticks() * nats) == pytest.approx(shown, rel=1e-4)
 
 
 def test_a_dollar_in_a_name_is_no_formula(tmp_path):
