@@ -4,7 +4,7 @@ WANDB_MODE sets the mode; without it, online if this machine is logged in, else 
 imported. Every problem becomes one printed line.
 """
 
-import json
+import functools
 import os
 import re
 import secrets
@@ -22,25 +22,18 @@ from model import gpt
 
 CONNECT, FINISH = 10.0, 8.0  # seconds to wait for the server at the beginning and the end of a run; else it is for ever
 
-_said: set[str] = set()  # lines that were printed
 _server_gone = False  # later runs of this process are then offline
 
 
+@functools.cache  # each line once
 def say(line: str) -> None:
-    """Print a line about wandb above a progress bar, if it has not been printed before."""
-    if line not in _said:
-        _said.add(line)
-        tqdm.write(f"wandb: {line}")
-
-
-def slug(text: str) -> str:
-    """text with everything replaced that an id or the name of an artifact may not contain."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-")
+    """Print a line about wandb above a progress bar."""
+    tqdm.write(f"wandb: {line}")
 
 
 def new_id(name: str) -> str:
     """A readable id that no other run has."""
-    return f"{slug(name)[:100]}-{secrets.token_hex(4)}"
+    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', name).strip('-')[:100]}-{secrets.token_hex(4)}"
 
 
 class Log:
@@ -82,7 +75,7 @@ class Log:
         self.about["config"]["commit"] = commit()
         settings = wandb.Settings(
             init_timeout=CONNECT,
-            finish_timeout=float(os.environ.get("WANDB_FINISH_TIMEOUT", FINISH)),
+            finish_timeout=FINISH,
             finish_timeout_raises=True,
             silent=True,
             console="off",
@@ -103,17 +96,6 @@ class Log:
             again = "; to upload the rest: wandb sync --yes --include-online"
             where = f"{again} ./{os.path.relpath(Path(self.run.dir).parent)}" if self.run else ""
             say(f"{type(e).__name__} ({(str(e).splitlines() or ['no answer'])[0]}), nothing else is affected{where}")
-
-
-def weights_artifact(wandb: Any, run: str, digest: str, config: dict) -> Any:
-    """The artifact that links the training of some weights to their evaluations: their digest, and as metadata config.
-
-    Artifacts of one content are one version. So each side can make it, and nothing has to be downloaded or waited for.
-    """
-    artifact = wandb.Artifact(f"weights-{slug(run)}", type="weights", metadata=config)
-    with artifact.new_file("digest.json") as f:
-        json.dump({"sha256": digest}, f)
-    return artifact
 
 
 def run_config(name: str, cfg: TrainConfig) -> dict[str, Any]:
@@ -143,14 +125,8 @@ class TrainingLog(Log):
         self(lambda _, run: run.log({f"train/{name}": value for name, value in values.items()}, step=step))
 
     def saved(self, state: dict[str, Any]) -> None:
-        """The checkpoint with this state has been written: log the time, and after the last step the weights."""
-
-        def log(wandb: Any, run: Any) -> None:
-            run.summary.update({"minutes": state["seconds"] / 60, "n_parameters": self.config["n_parameters"]})
-            if state["step"] < self.cfg.steps:
-                return
-            run.log_artifact(weights_artifact(wandb, self.folder.name, checkpoint.digest(state["model"]), self.config))
-            if os.environ.get("WANDB_LOG_MODEL", "false").lower() in ("end", "checkpoint", "true", "1"):
-                run.log_model(str(self.folder / "ckpt.pt"), name=f"checkpoint-{slug(self.folder.name)}")
-
-        self(log)
+        """The checkpoint with this state has been written: log the time, and after the last step of which weights."""
+        summary = {"minutes": state["seconds"] / 60, "n_parameters": self.config["n_parameters"]}
+        if state["step"] == self.cfg.steps:
+            summary["weights"] = checkpoint.digest(state["model"])[:12]  # eval.weights of their curves
+        self(lambda _, run: run.summary.update(summary))

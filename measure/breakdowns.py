@@ -33,7 +33,6 @@ from measure.intervals import interval_text, mean_interval
 from measure.report import print_table
 from measure.tasks.matched import NEAR, Matched
 from measure.tasks.prefix import Prefix
-from measure.wandb_curves import log_table
 
 NGRAM = 5
 EDGES = (64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # of the distances to the antecedent, tokens
@@ -72,7 +71,7 @@ class Breakdowns:
             self.positions += [about | row for row in rows]
 
     def show(self, curves: dict[str, Curve]) -> None:
-        """Print the tables, write rows, and log to wandb. curves: label -> curve."""
+        """Print the tables, and write their rows. curves: label -> curve."""
         method = self.requested
         if self.positions:
             print_positions(self.positions, self.evaluation.run.context.train_ctx)
@@ -82,7 +81,6 @@ class Breakdowns:
             title = f"gain of {method.label} over the better control by {groups.title}, nats/token [95 %]"
             print_groups(rows, title)
             file = self.write(groups.title, rows)
-            log_table(self.cfg.project, self.evaluation, method, groups.title, rows)
             print(f"rows: {file}")
 
     def write(self, title: str, rows: list[dict[str, Any]]) -> Path:

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.run import Run
-from engine.wandb_log import Log, new_id, run_config, weights_artifact
+from engine.wandb_log import Log, new_id, run_config
 from measure.curves import Curve, Row
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
 from measure.gain import controls, difference, gain
@@ -27,13 +26,15 @@ LOG2 = "eval/log2_n_over_L"  # the x axis: 0 at the trained context L, 1 at twic
 
 
 def log_curve(project: str, evaluation: Evaluation, method: Method, curves: dict[str, Curve], figure: Path) -> None:
-    """Log a curve: its points, rows and picture, the columns of the runs table, and the weights that it belongs to.
+    """Log a curve: its points, rows and picture, and the columns of the runs table.
 
     curves: label -> curve, also none and window; aligned (measure/curves.py, `align`), so that losses at long n differ
-    from those of the rows in their file, which is attached.
+    from those of the rows in their file.
     """
-    curve, none, trained = curves[method.label], curves[NONE.label].by_length(), evaluation.run
+    curve, none = curves[method.label], curves[NONE.label].by_length()
     (bars,) = controls(curves.values()).values()  # of one run: n -> the row of the better control
+    config = curve_config(evaluation, method)
+    name, cells = curve_name(config), cells_of(curve, bars)
 
     def log_all(wandb: Any, run: Any) -> None:
         run.define_metric(LOG2, hidden=True)
@@ -43,39 +44,16 @@ def log_curve(project: str, evaluation: Evaluation, method: Method, curves: dict
                 run.define_metric(f"eval/{key}_{end}", step_metric=LOG2, hidden=True)
         for row in curve.overall:
             run.log(point(row, bars[row.n]), step=row.n)
-        shown = {"eval/rows": as_table(wandb, cells_of(curve, bars)), "eval/figure": wandb.Image(str(figure))}
-        run.log(shown, step=curve.overall[-1].n)
-        run.summary.update(summary(curve, none, bars, evaluation.task) | {"n_parameters": n_parameters(trained)})
-        weights = weights_artifact(wandb, trained.name, trained.digest, run_config(trained.name, trained.cfg))
-        # What run.use_artifact does, but also offline, and without waiting for the upload without a limit
-        run._log_artifact(weights, is_user_created=True, use_after_commit=True)
-        rows = wandb.Artifact(f"rows-{run.id}", type="rows")
-        rows.add_file(str(evaluation.curve_file(method)))
-        run.log_artifact(rows)
+        table = wandb.Table(list(cells[0]), [list(row.values()) for row in cells])
+        run.log({"eval/rows": table, "eval/figure": wandb.Image(str(figure))}, step=curve.overall[-1].n)
+        run.summary.update(summary(curve, none, bars, evaluation.task) | {"n_parameters": config["n_parameters"]})
 
-    with open_log(project, "eval", evaluation, method) as log:
+    # The id is new: a curve that is measured again (fresh=true) is another run
+    with Log(project, "eval", config["run"], name, new_id(name), config) as log:
         log(log_all)
 
 
-def log_table(project: str, evaluation: Evaluation, method: Method, title: str, rows: list[dict[str, Any]]) -> None:
-    """Log the gains of a method by groups of targets: a wandb run with a table. title: of the groups."""
-    with open_log(project, title, evaluation, method, by=title) as log:
-        log(lambda wandb, run: run.log({f"{title}/gains": as_table(wandb, rows)}))
-
-
-def as_table(wandb: Any, rows: list[dict[str, Any]]) -> Any:
-    return wandb.Table(list(rows[0]), [list(row.values()) for row in rows])
-
-
 # ---- what tells measurements apart ----
-
-
-def open_log(project: str, job_type: str, evaluation: Evaluation, method: Method, **more: str) -> Log:
-    """The wandb run of a curve. Its id is new: a curve that is measured again (fresh=true) is another run."""
-    config = curve_config(evaluation, method)
-    config["eval"] |= more
-    name = curve_name(config)
-    return Log(project, job_type, config["run"], name, new_id(name), config)
 
 
 def curve_config(evaluation: Evaluation, method: Method) -> dict[str, Any]:
@@ -87,22 +65,15 @@ def curve_config(evaluation: Evaluation, method: Method) -> dict[str, Any]:
     measured: dict[str, Any] = {"label": method.label, "scaling": scaling}
     measured |= {"plus": [knobs["kind"] for knobs in method.scalings[1:]], "lengths": evaluation.lengths}
     measured |= evaluation.facts | {"targets": short_hash(evaluation.target_keys)}
-    here = {"device": evaluation.device.type, "dtype": evaluation.dtype_name, "n_parameters": n_parameters(run)}
+    here = {"device": evaluation.device.type, "dtype": evaluation.dtype_name, "n_parameters": run.model.n_parameters()}
     return {**run_config(run.name, run.cfg), **here, "eval": measured}
-
-
-def n_parameters(run: Run) -> int:
-    """The number of parameters that were trained. In bfloat16 a tied head is stored apart (engine/device.py)."""
-    model, tied = run.model, run.cfg.model.tied_head
-    copied = model.head.weight.numel() if tied and model.head.weight is not model.tokens.weight else 0
-    return model.n_parameters() - copied
 
 
 def curve_name(config: dict[str, Any]) -> str:
     """The name on screen of a curve's run, which ends in a hash of what was measured."""
     e, dtype = config["eval"], config["dtype"]
-    by, key = f" by {e['by']}" if "by" in e else "", short_hash([e, config["device"], dtype])[:4]
-    return f"{config['run']} {e['label']} {e['task']} ctx{e['ctx']} docs{e['documents']} {dtype} {key}{by}"
+    key = short_hash([e, config["device"], dtype])[:4]
+    return f"{config['run']} {e['label']} {e['task']} ctx{e['ctx']} docs{e['documents']} {dtype} {key}"
 
 
 def short_hash(values: Any) -> str:

@@ -155,7 +155,7 @@ class GPT(nn.Module):
     def __init__(self, cfg: ModelConfig, pos: Encoding, vocab_size: int, linear: bool = False):
         """linear: use linear attention (model/linear_attention.py) instead of softmax attention."""
         super().__init__()
-        self.pos, self.linear = pos, linear
+        self.pos, self.linear, self.tied_head = pos, linear, cfg.tied_head
         self.tokens = nn.Embedding(vocab_size, cfg.width)
         self.blocks = nn.ModuleList(BLOCKS[cfg.residual](cfg, linear, pos.layer_module(i)) for i in range(cfg.n_layers))
         self.norm = make_norm(cfg)
@@ -241,7 +241,8 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).float(), targets, reduction="none")
 
     def n_parameters(self) -> int:
-        return sum(p.numel() for p in self.parameters())
+        """A tied head counts once, also where it is stored apart in bfloat16 (engine/device.py)."""
+        return sum(p.numel() for name, p in self.named_parameters() if name != "head.weight" or not self.tied_head)
 
 
 # ---- from a run's settings ----
