@@ -139,11 +139,11 @@ def key_token_groups(evaluation: Evaluation, reference: str, runs: str) -> Group
         curve = read_curve(file)
         if digest and curve.first.weights != digest[:12]:
             continue
-        rows = curve.by_length()
-        short, long = next((row.train_ctx, row.longest_trained_ctx) for row in rows.values())
+        short, long = curve.first.train_ctx, curve.first.longest_trained_ctx
         right = f"a run that was fine-tuned at more than {short} and at most {NEAR} tokens"
         check(short < long <= NEAR, "key_tokens", reference, right)
-        if all(n in rows and rows[n].targets in evaluation.target_keys.values() for n in (short, long)):
+        rows = {row.n: row for row in curve.rows if row.targets in evaluation.target_keys.values()}
+        if {short, long} <= rows.keys():
             before, after = (target_losses(file, rows[n]) for n in (short, long))  # [documents, windows, scored]
             key = (before - after > SAVES) & (after < BELOW)
             return Groups(f"key_tokens={reference}", ["others", "key"], key.astype(np.int64))
