@@ -26,16 +26,13 @@ def parents(tmp_path_factory, cache):
         ("pos=rope_interleaved", "name=interleaved"),
         ("pos=learned", "name=learned"),
     ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WANDB_MODE", "disabled")
-        return train_smoke_runs(tmp_path_factory.mktemp("parents"), cache, *[("steps=1", *run) for run in runs])
+    return train_smoke_runs(tmp_path_factory.mktemp("parents"), cache, *[("steps=1", *run) for run in runs])
 
 
 @pytest.fixture
 def there(parents, monkeypatch) -> Path:
     monkeypatch.chdir(parents)
     monkeypatch.setattr("sys.argv", ["test"])
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     return parents
 
 

@@ -309,22 +309,31 @@ def test_an_evaluation_beside_a_training_that_saves_names_the_weights_that_it_me
     assert code == 1 and "left out: runs/x: no curve of its present weights: python eval.py run=x" in err
 
 
-def test_two_evaluations_of_one_run_at_once(x, monkeypatch):
+def test_eight_evaluations_of_one_run_at_once(x, monkeypatch):
     """They write the same rows, groups and figure; each write takes so long that they overlap."""
     fsync = os.fsync
     monkeypatch.setattr("engine.files.os.fsync", lambda f: (fsync(f), time.sleep(0.05)))
     settings = ("run=x", "ctx=128", "documents=2", "fresh=true", "by_antecedent=true", "by_position=true")
     fork = multiprocessing.get_context("fork")
-    both = [fork.Process(target=run_eval, args=settings) for _ in range(2)]
-    for process in both:
+    processes = [fork.Process(target=run_eval, args=settings) for _ in range(8)]
+    for process in processes:
         process.start()
-    for process in both:
+    for process in processes:
         process.join(120)
-    assert [process.exitcode for process in both] == [0, 0]
+    assert [process.exitcode for process in processes] == [0] * 8
     files = {file.name for file in (x / "eval").rglob("*") if file.is_file()}
     assert len([name for name in files if name.startswith(("antecedent", "position"))]) == 2 and "ctx128.png" in files
     assert not any(name.endswith(".tmp") for name in files)
     assert all(len(read_curve(file).rows) == 2 for file in (x / "eval").glob("*.jsonl"))
+
+
+def test_nothing_is_written_through_a_link_out_of_a_run(x):
+    outside = x.parent.parent / "outside"
+    outside.mkdir()
+    shutil.rmtree(x / "eval/losses")
+    (x / "eval/losses").symlink_to(outside)
+    error = line_of(run_eval, "run=x", "ctx=128", "documents=2", "fresh=true")
+    assert error.startswith("runs/x/eval/losses=a link: must be") and not list(outside.iterdir())
 
 
 def test_a_run_that_can_only_be_read_is_evaluated_without_a_picture(x, capsys):
