@@ -22,7 +22,7 @@ BUDGETS = {
     "studies": 1500,
     "bench": 455,
     "product": 8390,
-    "tests": 8330,
+    "tests": 8100,
 }
 AIMS = BUDGETS | {
     **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100},
