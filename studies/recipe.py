@@ -42,7 +42,11 @@ def row_of(folder: Path, base: list[str]) -> dict[str, Any] | None:
     if state["step"] < cfg.steps:
         return None
     pos = yaml_name("pos", cfg.pos)
-    row = {"recipe": " ".join(base), "change": change_of(cfg, train_settings(*base, f"pos={pos}")), "pos": pos}
+    row: dict[str, Any] = {
+        "recipe": " ".join(base),
+        "change": change_of(cfg, train_settings(*base, f"pos={pos}")),
+        "pos": pos,
+    }
     row |= {"seed": cfg.seed, "steps": cfg.steps, "minutes": round(state["seconds"] / 60, 2)}
     return row | {key: round(state["validation"][key], 5) for key in ("loss", "bits_per_byte")} | {"commit": commit()}
 
@@ -54,7 +58,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         losses[row["change"], row["pos"]][row["seed"]] = row["loss"]
     encodings = list(dict.fromkeys(row["pos"] for row in rows))
     print(f"| change | {' | '.join(encodings)} |\n{'|---' * (1 + len(encodings))}|")
-    for change in dict.fromkeys(row["change"] for row in rows):
+    for change in sorted(dict.fromkeys(row["change"] for row in rows), key=lambda change: change != BASE):
         cells = [describe(losses[change, pos], losses[BASE, pos]) for pos in encodings]
         print(f"| {change} | {' | '.join(cells)} |")
 
