@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from engine.optimizer import make_optimizer
+from engine.optimizer import make_optimizers
 from model import attention, gpt, spectrum
 from model.masks import query_blocks
 from model.pos.alibi import slopes
@@ -63,12 +63,12 @@ def test_alibis_mask_is_slope_times_distance_to_the_last_bit():
 def test_the_parameters_of_an_encoding_move_at_their_own_rate(factor):
     """With a constant gradient Adam moves every parameter by its learning rate. Three steps: nothing compounds."""
     model, lr = gpt.build(train_settings("pos=t5_bias", *SMALL, f"pos.lr_factor={factor}"), 50), 1e-3
-    optimizer = make_optimizer(model, train_settings("optim.weight_decay=0").optim)
+    (optimizer,) = make_optimizers(model, train_settings("optim.weight_decay=0", f"optim.lr={lr}").optim)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     for group in optimizer.param_groups:  # as train.py does
-        group["lr"] = lr
+        group["lr"] = group["peak"]
     for _ in range(3):
         optimizer.step()
     for name, p in model.named_parameters():
@@ -79,11 +79,24 @@ def test_the_parameters_of_an_encoding_move_at_their_own_rate(factor):
 def test_without_a_factor_matrices_decay_and_vectors_do_not():
     model = gpt.build(train_settings("pos=t5_bias", *SMALL, "pos.lr_factor=1", "model.mlp_bias=true"), 50)
     optim, params = train_settings("optim.beta2=0.7").optim, list(model.parameters())
-    optimizer = make_optimizer(model, optim)
+    (optimizer,) = make_optimizers(model, optim)
     matrices, vectors = ([p for p in params if (p.dim() == 2) == matrix] for matrix in (True, False))
     for group, members, decay in zip(optimizer.param_groups, (matrices, vectors), (optim.weight_decay, 0), strict=True):
         assert list(map(id, group["params"])) == list(map(id, members)) and group["weight_decay"] == decay
-        assert group["lr"] == optim.lr and group["betas"] == (optim.beta1, 0.7)
+        assert group["peak"] == optim.lr and group["betas"] == (optim.beta1, 0.7)
+
+
+@pytest.mark.parametrize("pos", ["t5_bias", "cope", "learned"])
+def test_muon_moves_the_matrices_of_the_blocks_and_adamw_everything_else(pos):
+    model = gpt.build(train_settings(f"pos={pos}", *SMALL), 50)
+    optim = train_settings("optim=muon", "optim.matrix_lr=0.07", "optim.lr=0.03").optim
+    adamw, muon = make_optimizers(model, optim)
+    names = {id(p): name for name, p in model.named_parameters()}
+    of_muon, of_adamw = ([names[id(p)] for g in o.param_groups for p in g["params"]] for o in (muon, adamw))
+    assert sorted(of_muon + of_adamw) == sorted(names.values())
+    kinds = {"attention.qkv", "attention.out", "mlp.up", "mlp.down"}
+    assert {name.split(".", 2)[2].removesuffix(".weight") for name in of_muon} == kinds
+    assert {g["peak"] for g in muon.param_groups} == {0.07} and 0.03 in {g["peak"] for g in adamw.param_groups}
 
 
 # ---- thresholds in rotations ----

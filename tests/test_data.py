@@ -19,7 +19,7 @@ import train
 from conf.registry import choices, load_kind, yaml_values
 from data import batches, corpus as corpora, tokenizer
 from data.batches import batch, row_length, training_positions
-from data.corpora import sympy
+from data.corpora import python, sympy
 from data.held_out import find_copies, long_documents, validation_windows
 from tests.helpers import line_of, train_settings, wait_until
 
@@ -168,6 +168,17 @@ def test_every_corpus_takes_the_settings_of_its_yaml(name):
     knobs = {k: v for k, v in settings.items() if k not in (*corpora.TOKENIZER_SETTINGS, "kind")}
     for function in ("fingerprint", "documents"):
         inspect.signature(load_kind("data.corpora", settings["kind"], function)).bind(**knobs)
+
+
+def test_packages_that_are_missing_or_others_are_one_line_with_the_command_that_gets_them(here):
+    cfg = yaml_values("data", "python") | {"folder": "packages"}
+    install = "pip install --no-deps --target packages dask==2026.8.0 "
+    assert f"data.folder=packages: dask is not there: {install}" in line_of(corpora.prepare, cfg, ".cache")
+    for requirement in python.REQUIREMENTS:
+        Path("packages", requirement.partition("==")[0]).mkdir(parents=True)
+    Path("packages/jax/long.py").write_text("pass\n" * 10_000)
+    assert f"files are not those that are expected: {install}" in line_of(corpora.prepare, cfg, ".cache")
+    assert not Path(".cache").exists() or not list(Path(".cache").glob("python-*"))
 
 
 @pytest.mark.parametrize(

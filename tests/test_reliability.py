@@ -375,7 +375,7 @@ def test_two_evaluations_add_to_one_curve_and_no_row_is_lost(here):
 
 def test_what_is_not_finite_is_never_a_result(x, monkeypatch):
     """Losses of an evaluation, logits, losses of a training; weights are above."""
-    measured, rate = evaluation.Evaluation.losses, train.learning_rate
+    measured, rate = evaluation.Evaluation.losses, train.schedule
     monkeypatch.setattr(evaluation.Evaluation, "losses", lambda *args: measured(*args) * math.nan)
     before = {f: f.read_text() for f in (x / "eval").glob("*.jsonl")}
     assert "none at n=64: the loss is not finite" in line_of(run_eval, "run=x", "ctx=128", "documents=3", "fresh=true")
@@ -383,7 +383,7 @@ def test_what_is_not_finite_is_never_a_result(x, monkeypatch):
     monkeypatch.setattr(Decoder, "logits", lambda self, text: torch.full((1, 2048), math.nan))
     error = error_of(sample.main, ["run=x", "tokens=2"], monkeypatch)
     assert "the logits after 1 tokens are not finite" in error
-    monkeypatch.setattr(train, "learning_rate", lambda step, *a: math.inf if step == 12 else rate(step, *a))
+    monkeypatch.setattr(train, "schedule", lambda step, *a: math.inf if step == 12 else rate(step, *a))
     assert "not finite by step 15: runs/y/ckpt.pt has step 10" in line_of(run_train, "name=y")
     assert checkpoint.load(Path("runs/y"))["step"] == 10
 

@@ -14,7 +14,7 @@ import torch
 import train
 from conf.schema import OptimConfig
 from engine import checkpoint
-from engine.optimizer import learning_rate
+from engine.optimizer import schedule
 from measure.curves import read_curve
 from tests.helpers import (
     choices,
@@ -79,12 +79,15 @@ def test_training_learns_and_accumulation_is_the_same_step(here, capsys):
     assert "bits/byte" in capsys.readouterr().out
 
 
-def test_learning_rate():
+def test_schedule():
     o = OptimConfig(lr=1.0, warmup=10, final_lr=0.1)
-    rates = [learning_rate(s, 100, o) for s in range(100)]
-    assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1
-    assert rates[55] == pytest.approx(0.55) and rates[99] == pytest.approx(0.11)
-    assert max(rates) == 1 and rates[10:] == sorted(rates[10:], reverse=True)
+    shares = [schedule(s, 100, o) for s in range(100)]
+    assert shares[0] == pytest.approx(0.1) and shares[9] == shares[10] == 1
+    assert shares[55] == pytest.approx(0.55) and shares[99] == pytest.approx(0.11)
+    assert max(shares) == 1 and shares[10:] == sorted(shares[10:], reverse=True)
+    o = OptimConfig(lr=1.0, warmup=10, stable=0.5)
+    shares = [schedule(s, 100, o) for s in range(100)]
+    assert set(shares[9:56]) == {1} and shares[56:] == pytest.approx([(100 - s) / 45 for s in range(56, 100)])
 
 
 # ---- stopping and resuming ----
@@ -96,10 +99,10 @@ def train_until(step: int, *settings: str, number: int = signal.SIGTERM) -> None
     def with_signal(done: int, *rest: Any) -> float:
         if done == step - 1:
             signal.raise_signal(number)
-        return learning_rate(done, *rest)
+        return schedule(done, *rest)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(train, "learning_rate", with_signal)
+        patch.setattr(train, "schedule", with_signal)
         run_train(*settings)
     assert stop.value.code == 128 + number
 
@@ -115,7 +118,9 @@ def assert_resumes_to_the_bit(step: int, *settings: str) -> None:
     assert not same(whole["model"], {k: v + 1 for k, v in parts["model"].items()})
 
 
-@pytest.mark.parametrize("more", [(), ("ctx_start=16", "ctx_full_at=0.9"), ("positions=random",), ("pos=t5_bias",)])
+@pytest.mark.parametrize(
+    "more", [(), ("ctx_start=16", "ctx_full_at=0.9"), ("positions=random",), ("pos=t5_bias", "optim=muon")]
+)
 def test_ten_steps_equal_five_and_five_more(more, here):
     """T5's bias has a learning rate of its own."""
     assert_resumes_to_the_bit(5, "steps=10", *more)
