@@ -91,6 +91,7 @@ def test_the_cache_is_reused_and_keyed(docs, capsys):
     assert not list(Path("mine").glob("[!.]*.*"))  # no temporary folder is left
 
 
+@pytest.mark.process
 def test_the_default_corpus_is_the_one_that_published_runs_name_and_has_room_for_long_contexts(here):
     corpus = corpora.prepare(train_settings().data, "mine")
     assert corpus.key == "d34c79c19cbbafbd" and only_folder().name == "sympy-bpe-d34c79c19cbbafbd"

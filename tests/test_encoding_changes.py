@@ -13,6 +13,8 @@ from model import spectrum
 from model.layer_schedule import ScheduledEncodings
 from tests.helpers import line_of, run_eval, run_train, train_smoke_runs
 
+pytestmark = pytest.mark.process
+
 FROZEN = ("steps=1", "optim.lr=1e-12", "optim.warmup=0")  # keeps the weights
 
 

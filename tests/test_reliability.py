@@ -47,6 +47,8 @@ from tests.helpers import (
 )
 from tests.hf_models import save_random, with_tokenizer
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, cache) -> Path:
@@ -176,7 +178,6 @@ def losses_of_curves() -> None:
                 target_losses(file, row)
 
 
-@pytest.mark.process
 def test_no_file_of_a_run_or_a_cache_is_unpickled(here):
     write_texts("some words of the text, and more of them. ")
     run_train("steps=2", "name=x", "ctx=16", "batch_tokens=16", "cache=cache", *TEXT)
@@ -222,7 +223,6 @@ def test_a_lock_is_held_by_one(here):
     assert folder.is_dir()
 
 
-@pytest.mark.process
 def test_a_second_training_of_one_name_is_refused_until_the_first_is_killed(here):
     """Both would end well, with the settings of one and the weights of the other. A lock ends with its process."""
     first = start("train.py", "exp=smoke", "name=x", "steps=100000", "save_every=2", "compile=false")
@@ -242,7 +242,6 @@ def children_of(process: subprocess.Popen) -> list[str]:
     return [pid for pid in found if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-@pytest.mark.process
 def test_a_study_that_is_stopped_stops_its_child(here):
     study = start("-m=studies.matrix", "smoke", "--runs", "runs", "--out", "rows.jsonl")
     wait_until(lambda: children_of(study))
@@ -346,7 +345,6 @@ def test_a_run_that_can_only_be_read_is_evaluated_without_a_picture(x, capsys):
     assert "warning: no picture: runs/x/eval: " in err and "rows: runs/x/eval/*.jsonl" in out and ".png" not in out
 
 
-@pytest.mark.process
 def test_SIGTERM_to_a_sweep_saves_its_job_and_begins_no_other(here):
     argv = ["-m", "exp=smoke", "steps=100000", "seed=0,1", "save_every=100000"]
     sweep = start("train.py", *argv)

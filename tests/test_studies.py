@@ -102,6 +102,7 @@ def test_decay_study_writes_picture_and_table(tmp_path, monkeypatch):
     assert len(rows) == 300 and len(rows[0]) == 1 + 2 * (7 + 4) and (tmp_path / "d.png").exists()
 
 
+@pytest.mark.process
 def test_a_change_of_the_recipe_is_compared_with_the_same_seeds(here, capsys, monkeypatch):
     for seed in (0, 1, 2):
         for more in ((), ("optim.lr=0.01",), ("optim.lr=0.01", "name=begun", "fresh=true"))[: 3 if seed == 0 else 2]:

@@ -28,6 +28,8 @@ from tests.helpers import (
     write_documents,
 )
 
+pytestmark = pytest.mark.process
+
 
 def weights(name: str) -> dict:
     return checkpoint.load(Path("runs") / name)
@@ -166,7 +168,6 @@ def test_signals_save_and_exit(number, more, again, here, capsys):
     assert weights("x")["step"] == 3
 
 
-@pytest.mark.process
 def test_a_kill_at_any_moment_leaves_a_complete_checkpoint_to_resume_from(here):
     """Saving at every step, one kill in a few hits a save."""
     process = start("train.py", "exp=smoke", "name=x", "steps=100", "save_every=1")
@@ -280,7 +281,6 @@ train.train(train_settings("name=x"))
 """
 
 
-@pytest.mark.process
 @pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="mallopt is glibc's")
 def test_training_on_a_cpu_keeps_freed_memory_and_makes_slow_numbers_zero(here):
     """Of ten blocks, one after the other, only the first takes new pages.
