@@ -135,7 +135,8 @@ PASSED = """
     scaling.py::test_factor_one_changes_no_bit[half_pi]
     scaling.py::test_what_needs_frequencies_is_not_applicable_to_encodings_without[toy_window]
     scaling.py::test_every_encoding_with_every_scaling[toy_bias-linear]
-    sample.py::test_cached_decoding_equals_a_full_forward_at_every_length[half_rope-half_pi]
+    sample.py::test_cached_decoding_equals_a_full_forward_at_every_length[half_rope-dynamic_ntk]
+    sample.py::test_cached_decoding_equals_a_full_forward_at_every_length[rope-half_pi]
     eval.py::test_every_task_keeps_the_contract[last_token]
     data.py::test_every_corpus_takes_the_settings_of_its_yaml[counting]
     cli.py::test_every_yaml_describes_itself_by_its_own_name[data-counting]
@@ -147,7 +148,7 @@ def test_the_tests_of_every_entry_need_no_edit(extended):
     """The default tests iterate over the yaml files: those of the new ones pass in the copy."""
     files = [f"tests/test_{name}.py" for name in ("pos", "attention", "scaling", "sample", "eval", "data", "cli")]
     new = "(toy or half_rope or half_pi or [counting or -counting or last_token]) and not cached_decoding"
-    chosen = f"{new} or half_rope-half_pi or toy_bias-toy_window or toy_table-toy_window"
+    chosen = f"{new} or rope-half_pi or half_rope-dynamic_ntk or toy_bias-window or toy_table-window"
     options = ("-q", "-rA", "-n", "0", "-p", "no:cacheprovider", "-m", "not process")
     out = run(extended, "-m=pytest", *options, *files, "-k", chosen)
     for name in re.split(r"\s*[|\n]\s*", PASSED.strip()):

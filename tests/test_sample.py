@@ -53,8 +53,12 @@ def largest_difference(model: gpt.GPT, resolve, decode: str = "exact", start: in
 built = functools.cache(build)  # for tests that leave the model as it is
 
 
-@pytest.mark.parametrize("name", choices("scaling"))
-@pytest.mark.parametrize("pos", choices("pos"))
+# Every method with rope, and every encoding with each kind of change: of nothing, the mask, the scores, the frequencies
+WITH_ROPE = {("rope", name) for name in choices("scaling")}
+WITH_ALL = {(pos, name) for pos in choices("pos") for name in ("none", "window", "logn", "dynamic_ntk")}
+
+
+@pytest.mark.parametrize("pos, name", sorted(WITH_ROPE | WITH_ALL))
 def test_cached_decoding_equals_a_full_forward_at_every_length(pos, name):
     model, trained = built(pos)
     resolve = resolver(name, trained)
