@@ -143,6 +143,11 @@ def test_of_three_processes_one_prepares_the_cache(docs, capfd):
     assert {path.name for path in Path("mine").iterdir()} == {".lock", only_folder().name}
 
 
+def test_a_cache_that_cannot_be_written_is_one_clear_error(docs):
+    Path("blocked").write_text("a file where the cache folder should be")
+    assert line_of(corpora.prepare, TEXT, "blocked").startswith("cache=blocked: ")
+
+
 def test_bytes_and_bpe_round_trip_any_text(docs):
     text = "def f(x):\n    return 'ünï' + x  # 1234567\t\r\n\n\n"
     for kind in ("bpe", "bytes"):
