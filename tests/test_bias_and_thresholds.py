@@ -111,7 +111,7 @@ def rope(L: int = 256, D: int = 64, base: float = 10000.0) -> TrainedContext:
     [
         ({"beta_fast": 32.0}, rope(), "comparable: scaling.beta_fast=2.2"),
         ({"beta": 32.0}, rope(L=128), "0 of 32 pairs rotate more often than that within 128 tokens (in Llama 2: 21 of"),
-        ({"high_freq_factor": 4.0}, rope(L=32), "1 of 32 pairs rotate more often than that within 32 tokens"),
+        ({"high_freq_factor": 4.0}, rope(L=32), "within 32 tokens (in Llama 3: 29 of 64)"),
         ({"high_freq_factor": 0.001}, rope(), "32 of 32 pairs rotate more often than that within 256 tokens"),
         ({"beta_fast": 32.0}, rope(D=2), "1 of 1 pairs"),
         # In their own models, and of methods without one

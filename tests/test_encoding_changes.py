@@ -25,7 +25,6 @@ def parents(tmp_path_factory, cache):
         ("pos=rope", "name=rope"),
         ("pos=t5_bias", "name=t5"),
         ("layers=olmo3", "name=olmo3"),
-        ("pos=rope_interleaved", "name=interleaved"),
         ("pos=learned", "name=learned"),
     ]
     return train_smoke_runs(tmp_path_factory.mktemp("parents"), cache, *[("steps=1", *run) for run in runs])
@@ -137,12 +136,10 @@ def test_parameters_of_an_encoding_are_dropped_kept_or_new(changed, overrides, k
     "overrides, message",
     [
         (["init=rope", "pos=rope_interleaved"], r"pos=rope_interleaved does not fit the weights of rope: other dim"),
-        (["init=interleaved", "pos=ssmax"], r"pos=ssmax does not fit the weights of rope_interleaved: other dim"),
         (["init=olmo3", "++layers.L.base=500"], r"layers\.pattern=: must be made of the letters of layers=NAME: L"),
         (["init=t5", "pos.base=500000"], r"pos: got an unexpected keyword argument 'base'; there are buckets"),
         (["init=rope", "model.width=32"], r"init=rope: model\.width=32 cannot be chosen, it comes from that run"),
         (["init=rope", "pos=none", "scaling=yarn"], r"scaling=yarn is not applicable: .*pos=none has none"),
-        (["init=rope", "data=text"], r"init=rope: data=text cannot be chosen"),
         (["init=learned", "ctx=128"], r"pos\.max_positions=64: must be at least ctx=128"),
     ],
 )

@@ -29,7 +29,7 @@ from measure import curves, tasks
 from measure.breakdowns import position_rows
 from measure.curves import Curve, Row, losses_file, read_curve, select_shared
 from measure.evaluation import NONE, WINDOW, Evaluation, Method, requested_method
-from measure.gain import better_controls, controls, difference, gain
+from measure.gain import better_controls, controls, gain
 from measure.intervals import bootstrap
 from measure.report import Losses
 from measure.tasks import Piece, Task
@@ -81,12 +81,6 @@ def test_matched_targets_are_the_same_at_every_length_and_scored_one_time():
         assert piece.tokens.shape == (2, n) and torch.equal(piece.targets, TEXT[:, -4:])
         assert torch.equal(piece.tokens[:, -3:], TEXT[:, -4:-1])  # each target right after its own context
         assert piece.tokens[0, 0] == 32 - n
-
-
-def test_context_shows_and_nothing_else_does():
-    """With a model that needs 6 tokens: at n=4 all four targets pay, at n=8 the first (5 before it), at 16 none."""
-    paid = [(scored(matched(), n, needs=6) - TEXT[:, -4:] / 100).sum().item() for n in (4, 8, 16)]
-    assert paid == pytest.approx([8, 2, 0], abs=1e-4)
 
 
 @pytest.mark.parametrize("n, stride", [(8, 4), (8, 3), (8, 8), (8, 100), (32, 4), (31, 4), (5, 1), (1, 1)])
@@ -283,14 +277,6 @@ def test_bootstrap_is_paired_and_weights_tokens():
     assert gain(window, window) == (0, 0, 0)
 
 
-def test_windows_of_one_document_are_no_independent_sample():
-    """Four documents whose eight windows are alike: the interval is that of four values, not of 32."""
-    nats = [10.0, 20.0, 30.0, 40.0]
-    many = row([x for x in nats for _ in range(8)], tuple(range(8)))
-    zero = row([0.0] * 32, tuple(range(8)))
-    assert difference(many, zero) == difference(row(nats), row([0.0] * 4))
-
-
 def test_gains_are_of_the_windows_that_both_rows_have():
     control = row([10.0, 90.0, 30.0, 20.0, 90.0, 50.0], (0, 3, 7))  # two documents; window 3 is hard
     method = row([5.0, 20.0, 10.0, 40.0], (0, 7))
@@ -442,10 +428,9 @@ def test_an_interrupted_evaluation_keeps_its_finished_lengths(tmp_path):
 # ---- trained runs ----
 
 
-@pytest.mark.parametrize("L", [256, 4096])
-def test_lengths_that_score_fewer_windows_are_shown_on_the_level_of_all_windows(L):
+def test_lengths_that_score_fewer_windows_are_shown_on_the_level_of_all_windows():
     """Two documents of two windows, 10 tokens each: window 1 costs 2 nats per token more than window 0."""
-    about = {"label": "none", "longest_trained_ctx": L}
+    about = {"label": "none", "longest_trained_ctx": 256}
     near = row([10, 30, 20, 40], (0, 1), n=256, loss=2.5, bytes=80, **about)
     far = row([35, 45], (1,), n=4096, loss=4.0, low=3.0, high=5.0, **about)
     (aligned,) = curves.align([Curve([near, far])])
@@ -502,8 +487,6 @@ def test_eval_measures_what_the_model_says(runs, capsys):
     """One length recomputed here, plainly, in float32 and window by window."""
     run_eval("run=rope", "ctx=256", "scaling=pi", "dtype=float32", "documents=6", "task.windows=3")
     out = capsys.readouterr().out
-    assert "targets: the last 64 tokens of 3 windows of 6 held-out documents" in out
-    assert Path("runs/rope/eval/ctx256.png").read_bytes().startswith(b"\x89PNG")
     found, run = curves_of("rope", n=256, documents=6), Run.open("rope", runs="runs", cache=".cache")
     corpus, model = corpora.prepare(run.cfg.data, ".cache"), run.model
     ends = Matched(corpus, 256, 6, scored_tokens=64, windows=3, far_windows=1).ends
@@ -528,13 +511,9 @@ def test_eval_measures_what_the_model_says(runs, capsys):
 
 
 @pytest.mark.parametrize("name", [name for name in choices("task") if "threshold" in yaml_values("task", name)])
-def test_the_accuracy_is_what_the_model_says(name, runs, capsys):
+def test_the_accuracy_is_what_the_model_says(name, runs):
     """Computed here text by text, of a model with a window."""
     run_eval("run=rope", "ctx=[128]", f"task={name}", "documents=2", "dtype=float32")
-    out = capsys.readouterr().out
-    assert "accuracy of the answer in % [95 %]" in out and "n=128, by distance of the answer, tokens" in out
-    assert "effective context: the longest n up to which the accuracy is at least 80 %" in out
-    assert Path(f"runs/rope/eval/ctx128-{name}.png").read_bytes().startswith(b"\x89PNG")
     run = Run.open("rope", runs="runs", cache=".cache")
     task = built(name, run.corpus, 128, 2)
     rows = {r.distance: r for r in curves_of("rope", task=task.label)["window"].rows}
@@ -571,8 +550,6 @@ def test_fixed_factor_shows_its_tax(runs, capsys):
     run_eval("run=rope", "ctx=256", "scaling=pi", "scaling.factor=fixed", *FEW)
     assert "tax inside the trained context (n=64, factor 4): " in capsys.readouterr().out
     assert [row.factor for row in curves_of("rope")["pi factor=fixed"].rows] == [4, 4, 4]
-    run_eval("run=rope", "ctx=256", "scaling=pi", *FEW)
-    assert "tax inside the trained context (n=64, factor 1): 0, nothing is changed there" in capsys.readouterr().out
 
 
 def test_the_newest_run_that_fits_is_evaluated_and_named(runs, capsys):
@@ -582,8 +559,6 @@ def test_the_newest_run_that_fits_is_evaluated_and_named(runs, capsys):
     for settings, message in [
         (["run=alibi", "ctx=128", "scaling=ntk"], "scaling=ntk is not applicable: .*pos=alibi has none"),
         (["run=learned", "ctx=128"], "pos=learned has 64 positions and cannot be evaluated at ctx=128"),
-        (["run=absent", "ctx=128"], "run=absent: no trained run of that name in runs/: there are alibi, rope, learned"),
-        (["ctx=128", "exp=quick"], "no trained run with exp=quick in runs/: first: python train.py"),
         (["run=rope", "ctx=1000000"], "ctx=1000000: the longest held-out document of this corpus allows"),
         (["run=rope", "ctx=[64]", "task=recall"], r"ctx=\[64\]: must be at least 128 with task=recall"),
         (["run=rope", "ctx=[128]", "task=recall", "by_position=true"], "by_position=True: must be false: a task with"),
@@ -592,39 +567,28 @@ def test_the_newest_run_that_fits_is_evaluated_and_named(runs, capsys):
             run_eval(*settings)
 
 
-def test_compare_lays_runs_over_each_other(runs, capsys, monkeypatch):
+def test_compare_lays_runs_over_each_other(runs, monkeypatch):
     """And names a curve that cannot be read."""
     for run, scaling in (("rope", "ntk"), ("alibi", "none")):
         run_eval(f"run={run}", "ctx=256", f"scaling={scaling}", "documents=4", "task.windows=2")
-    run_eval("run=rope", "ctx=128", "scaling=ntk", "documents=5", "task.scored_tokens=32", "task.windows=1")
-    capsys.readouterr()
+    run_eval("run=rope", "ctx=[128]", "documents=2", "task=recall", "scaling=ntk")
     bad = Path("runs/rope/eval/broken.jsonl")
     bad.write_text("[1]")
-    monkeypatch.setattr(sys, "argv", ["compare.py", "rope", "alibi", "--gain"])
-    compare.main()
+    _, out, err = helpers.run_command(compare.main, ["rope", "alibi", "--gain"], monkeypatch)
     bad.unlink()
-    out, err = capsys.readouterr()
     assert "rope  ntk" in out and "alibi  none" in out and "gain over the better control" in out
-    assert re.search(r"\nleft out.*\n(  .*\n)*  rope: task=\S+.*, \d+ documents or examples: none", out)  # which ones
-    assert "left out: runs/rope/eval/broken.jsonl: not a curve that this version of eval.py wrote" in err
-    assert Path("runs/compare.png").stat().st_size > 10_000
+    assert re.search(r"\nleft out.*\n(  .*\n)*  rope: task=recall", out)
+    assert "left out: runs/rope/eval/broken.jsonl: not a curve" in err
+    answers = ["--task", "recall", "--threshold", "0.5", "--out", "acc.png"]
+    _, out, _ = helpers.run_command(compare.main, answers, monkeypatch)
+    assert "accuracy is at least 50 %" in out and "ntk" in out and "bits/byte" not in out
+    assert Path("runs/compare.png").exists() and Path("runs/acc.png").exists()
     for argv, message in (
         (["absent"], "absent: no such run in runs/"),
         (["rope", "--only", "yarn9"], "--only yarn9: no curve is labelled yarn9; there are "),
         (["rope", "--task", "sliding"], "--task sliding: no curve of this task"),
     ):
         assert message in helpers.error_of(compare.main, argv, monkeypatch)
-
-
-def test_compare_shows_the_accuracies_of_a_task(runs, capsys, monkeypatch):
-    run_eval("run=rope", "ctx=[64]", "documents=2", "task=prefix")
-    run_eval("run=rope", "ctx=[128]", "documents=2", "task=recall", "scaling=ntk")
-    capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["compare.py", "--task", "recall", "--threshold", "0.5", "--out", "acc.png"])
-    compare.main()
-    out = capsys.readouterr().out
-    assert "accuracy is at least 50 %" in out and "ntk" in out and "bits/byte" not in out
-    assert Path("runs/acc.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_labels_say_what_differs():
@@ -669,13 +633,8 @@ def test_damaged_curves_and_those_of_earlier_versions_are_one_clear_line(text, t
 # ---- a run as one object ----
 
 
-def test_run_open_equals_its_parts(runs):
+def test_run_open_has_the_weights_of_the_checkpoint(runs):
     run, state = Run.open("rope", runs="runs", cache=".cache"), checkpoint.load(Path("runs/rope"))
     assert run.cfg == state["cfg"] and run.step == state["step"] == 60 and run.validation == state["validation"]
-    assert run.digest == checkpoint.digest(state["model"]) and not run.model.training
-    assert run.corpus.key == state["corpus"] and run.context.train_ctx == run.context.longest_trained_ctx == 64
     weights = run.model.state_dict()
     assert all(torch.equal(weights.pop(name), value) for name, value in state["model"].items()) and not weights
-    pi, logn = yaml_values("scaling", "pi"), yaml_values("scaling", "logn")
-    change = run.change([pi, logn], 128, 256)
-    assert torch.equal(change.inv_freq, run.context.inv_freq / 2) and (change.factor, change.logn) == (2, 64)
