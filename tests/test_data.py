@@ -4,6 +4,7 @@ import inspect
 import json
 import multiprocessing
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,7 @@ from data import batches, corpus as corpora, tokenizer
 from data.batches import batch, row_length, training_positions
 from data.corpora import python, sympy
 from data.held_out import find_copies, long_documents, validation_windows
-from tests.helpers import line_of, train_settings
+from tests.helpers import line_of, train_settings, wait_until
 
 TEXT = {"kind": "text", "files": "docs/*.txt", "tokenizer": "bpe", "vocab_size": 300, "holdout": 2}
 
@@ -126,21 +127,29 @@ def test_a_damaged_cache_is_neither_used_nor_deleted(damage, docs):
     assert corpora.prepare(TEXT, "mine").train.tolist() == train
 
 
-def test_of_three_processes_one_prepares_the_cache(docs, capfd):
+def test_of_three_processes_one_prepares_the_cache_though_the_first_is_killed(docs, capfd):
+    fork, write = multiprocessing.get_context("fork"), corpora._write
     cfg = {**TEXT, "tokenizer": "bytes"}  # bpe is trained by threads, which a forked process lacks
-    corpora.prepare(cfg, "other")
-    capfd.readouterr()
-    (prepared,) = Path("other").glob("text-bytes-*")
-    Path("mine", f"{prepared.name}.tmp").mkdir(parents=True)  # what a killed process left
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=corpora.prepare, args=(cfg, "mine")) for _ in range(3)]
-    for process in processes:
+
+    def write_for_ever(*args) -> None:
+        write(*args)
+        time.sleep(60)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpora, "_write", write_for_ever)
+        first = fork.Process(target=corpora.prepare, args=(cfg, "mine"))
+        first.start()
+    wait_until(lambda: list(Path("mine").glob("*/meta.json")), 30)
+    others = [fork.Process(target=corpora.prepare, args=(cfg, "mine")) for _ in range(2)]
+    for process in others:
         process.start()
-    for process in processes:
+    first.kill()
+    for process in (first, *others):
         process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert capfd.readouterr().err.count("training documents") == 1
+    assert [process.exitcode for process in others] == [0, 0]
+    assert capfd.readouterr().err.count("training documents") == 2  # by the first, and by one of the others
     assert {path.name for path in Path("mine").iterdir()} == {".lock", only_folder().name}
+    assert len(corpora.prepare(cfg, "mine").held_out) == 2
 
 
 def test_a_cache_that_cannot_be_written_is_one_clear_error(docs):
