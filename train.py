@@ -30,7 +30,7 @@ from engine import checkpoint, device as devices, distributed, finetune
 from engine.compile import compile_blocks, recompute_blocks, should_compile
 from engine.distributed import say
 from engine.files import locked
-from engine.optimizer import learning_rate, make_optimizer
+from engine.optimizer import make_optimizers, schedule
 from engine.progress import StopSignal, Throughput, progress_bar
 from engine.run import parent_run
 from engine.validation import Validation, describe_validation
@@ -135,10 +135,10 @@ class Training:
         bfloat16 = devices.uses_bfloat16(device, cfg.dtype)
         linear = set(devices.linear_layers(self.model))
         self.losses = distributed.wrap_model(self.model, device, cfg.shard, linear, bfloat16)
-        self.optimizer = make_optimizer(self.model, cfg.optim)
+        self.optimizers = make_optimizers(self.model, cfg.optim)
         self.done, self.seconds = 0, 0.0  # steps, and their time before this process
         if state:
-            checkpoint.restore(folder, state, self.model, self.optimizer)
+            checkpoint.restore(folder, state, self.model, self.optimizers)
             self.done, self.seconds = state["step"], state["seconds"]
         else:
             distributed.on_rank0(lambda: checkpoint.start(folder, cfg))
@@ -184,11 +184,13 @@ class Training:
             self.loss += part.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.optim.clip)
         self.norm = distributed.full_tensor(norm)
-        self.lr = learning_rate(self.done, cfg.steps, cfg.optim)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        share = schedule(self.done, cfg.steps, cfg.optim)
+        self.lr = share * cfg.optim.lr
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = share * group["peak"]
+            optimizer.step()
+            optimizer.zero_grad()
         self.health += self.loss + self.norm
         self.done += 1
         bar.update()
@@ -235,7 +237,7 @@ class Training:
             "tokenizer": self.tokenizer,
             "seconds": self.elapsed(),
             "validation": self.result,
-            **distributed.gather_state(self.model, self.optimizer),
+            **distributed.gather_state(self.model, self.optimizers),
         }
         distributed.on_rank0(lambda: checkpoint.save(self.folder, state))
         self.saved = self.done

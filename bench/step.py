@@ -28,7 +28,7 @@ from data.tokenizer import padded
 from engine import device as devices
 from engine.compile import compile_blocks
 from engine.device import peak_flops
-from engine.optimizer import make_optimizer
+from engine.optimizer import make_optimizers
 from engine.progress import flops_per_token
 from model import gpt
 
@@ -45,7 +45,7 @@ class Step:
             devices.keep_freed_memory()
         V = padded(cfg.data["vocab_size"])
         self.model = gpt.build(cfg, V).to(self.device)
-        self.optimizer = make_optimizer(self.model, cfg.optim)
+        self.optimizers = make_optimizers(self.model, cfg.optim)
         if cfg.compile == "true":
             compile_blocks(self.model, fallback=False)
         self.data = np.random.default_rng(0).integers(V, size=2_000_000).astype(np.uint16)
@@ -59,8 +59,9 @@ class Step:
             loss = self.model.losses(windows[:, :-1], windows[:, 1:]).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.optim.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return loss
 
     def flops(self) -> int:

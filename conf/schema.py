@@ -107,6 +107,7 @@ class ModelConfig:
     mlp_ratio: int = setting(4, "the MLP's width, as a multiple of width", SIZE)
     mlp_width: int | None = setting(None, "null: mlp_ratio * width, and 2/3 of it with a gate", SIZE)
     tied_head: bool = setting(True, "the head's weight is that of the token embedding")
+    zero_init: bool = setting(False, "the matrices that write into the residual stream begin at 0")
     norm: str = setting("rms", "layer is LayerNorm", one_of("rms", "layer"))
     norm_bias: bool = setting(True, "whether LayerNorm has biases; false for Cohere 2 and MPT")
     norm_eps: float = setting(1e-6, "is added to the mean square", above(0))
@@ -132,10 +133,15 @@ class ModelConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW and its learning-rate schedule (engine/optimizer.py): the keys of conf/optim/*.yaml."""
+    """The optimizers and their learning-rate schedule (engine/optimizer.py): the keys of conf/optim/*.yaml."""
 
     lr: float = setting(MISSING, "the peak", above(0))
-    warmup: int = setting(MISSING, "steps of linear warm-up; then linear decay to the last step", at_least(0))
+    matrix_lr: float | None = setting(None, "the peak of Muon, for the matrices of the blocks; null: AdamW", above(0))
+    momentum: float = setting(0.95, "of Muon", MOMENTUM)
+    warmup: int = setting(MISSING, "steps of linear warm-up", at_least(0))
+    stable: float = setting(
+        0.0, "share of the steps after it at the peak; then linear decay to the last step", MOMENTUM
+    )
     final_lr: float = setting(0.0, "at the last step, as a share of lr", SHARE)
     beta1: float = setting(0.9, "of the mean of the gradient", MOMENTUM)
     beta2: float = setting(0.95, "of the mean of its square", MOMENTUM)
@@ -174,7 +180,7 @@ class TrainConfig(CommonConfig):
     """
 
     model: ModelConfig = field(default_factory=ModelConfig, metadata={"help": "the shape of the network"})
-    optim: OptimConfig = field(default_factory=OptimConfig, metadata={"help": "AdamW; finetune for init="})
+    optim: OptimConfig = field(default_factory=OptimConfig, metadata={"help": "the optimizer; finetune for init="})
     pos: dict[str, Any] = setting({}, "the positional encoding", CHOSEN)
     data: dict[str, Any] = setting({}, "the corpus", CHOSEN)
     # A LayerSchedule, or None: uniform. From Hydra, and until `init` is known, the yaml of conf/layers

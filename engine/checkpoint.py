@@ -131,15 +131,15 @@ def last_state(run: Path, cfg: TrainConfig) -> dict[str, Any] | None:
     return state
 
 
-def restore(run: Path, state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
-    """Load weights and moments of a checkpoint into model and optimizer, in place. All ranks call it.
+def restore(run: Path, state: dict[str, Any], model: nn.Module, optimizers: list[Optimizer]) -> None:
+    """Load weights and moments of a checkpoint into model and optimizers, in place. All ranks call it.
 
-    The options of the optimizer (learning rate, betas ...) stay those of the settings.
+    The options of the optimizers (learning rate, betas ...) stay those of the settings.
     """
-    chosen = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    chosen = [{k: v for k, v in group.items() if k != "params"} for o in optimizers for group in o.param_groups]
     with reading(run / "ckpt.pt"):
         if state["model"].keys() != model.state_dict().keys():  # torch would leave a lost weight as it was drawn
             raise ValueError("its weights are those of another model")
-        distributed.scatter_state(model, optimizer, state["model"], state["optimizer"])
-    for group, values in zip(optimizer.param_groups, chosen, strict=True):
+        distributed.scatter_state(model, optimizers, state["model"], state["optimizer"])
+    for group, values in zip([group for o in optimizers for group in o.param_groups], chosen, strict=True):
         group.update(values)

@@ -164,22 +164,24 @@ def full_tensor(x: Tensor) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x  # ty: ignore[not-callable] (DTensor's)
 
 
-def gather_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """{"model": weights, "optimizer": its state by parameter names}, for a checkpoint; also of a sharded model.
+def gather_state(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+    """{"model": weights, "optimizer": the optimizers' state by parameter names}, for a checkpoint; also if sharded.
 
     All ranks call it. The result of rank 0 is complete and on the CPU; that of the others may be empty.
     """
     options = state_dicts().StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights, moments = state_dicts().get_state_dict(model, optimizer, options=options)
+    weights, moments = state_dicts().get_state_dict(model, optimizers, options=options)
     return {"model": weights, "optimizer": moments}
 
 
-def scatter_state(model: nn.Module, optimizer: Optimizer, weights: dict[str, Tensor], moments: dict[str, Any]) -> None:
+def scatter_state(
+    model: nn.Module, optimizers: list[Optimizer], weights: dict[str, Tensor], moments: dict[str, Any]
+) -> None:
     """Load what `gather_state` returned, in place. All ranks call it; the values are those of rank 0."""
     options = state_dicts().StateDictOptions(full_state_dict=True, broadcast_from_rank0=world() > 1)
     weights, moments = (weights, moments) if rank() == 0 else ({}, {})
     state_dicts().set_model_state_dict(model, weights, options=options)
-    state_dicts().set_optimizer_state_dict(model, optimizer, moments, options=options)
+    state_dicts().set_optimizer_state_dict(model, optimizers, moments, options=options)
 
 
 # ---- the model ----

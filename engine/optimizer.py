@@ -1,37 +1,48 @@
-"""AdamW and its learning-rate schedule; a file of its own: many readers want to change the optimizer."""
+"""AdamW and Muon, and their learning-rate schedule; a file of its own: many readers want to change the optimizer."""
 
 import torch
+from torch.optim import Optimizer
 
 from conf.schema import OptimConfig
-from model.gpt import GPT
+from model.gpt import GPT, of_encoding
 
 
-def learning_rate(step: int, steps: int, o: OptimConfig) -> float:
-    """The learning rate of step 0 .. steps - 1: linear warm-up over o.warmup steps, then linear decay.
+def schedule(step: int, steps: int, o: OptimConfig) -> float:
+    """The learning rates of step 0 .. steps - 1 as a share of their peaks: linear warm-up, constant, linear decay.
 
-    It reaches o.lr at the end of the warm-up and would be o.final_lr * o.lr at step `steps`.
+    1 at the end of the warm-up of o.warmup steps, and for o.stable of the steps after it; it would be o.final_lr at
+    step `steps`.
     """
     if step < o.warmup:
-        return o.lr * (step + 1) / o.warmup
-    left = (steps - step) / max(1, steps - o.warmup)
-    return o.lr * (o.final_lr + (1 - o.final_lr) * left)
+        return (step + 1) / o.warmup
+    left = (steps - step) / max(1, steps - o.warmup) / (1 - o.stable)
+    return o.final_lr + (1 - o.final_lr) * min(1.0, left)
 
 
-def make_optimizer(model: GPT, o: OptimConfig) -> torch.optim.AdamW:
-    """AdamW; weights of two or more dimensions decay, norms and biases do not.
+def make_optimizers(model: GPT, o: OptimConfig) -> list[Optimizer]:
+    """AdamW, and with o.matrix_lr Muon for the matrices of the blocks (Jordan et al. 2024, kellerjordan.github.io).
 
-    If the encoding has an lr_factor other than 1, its parameters are a third group, without decay. Before every step
-    the learning rate of that group becomes lr_factor times that of the first one.
+    Weights of two or more dimensions decay, norms and biases do not. Muon moves a matrix along its orthogonalised
+    momentum, at the same root mean square as AdamW would (Liu et al. 2025, arXiv 2502.16982). The parameters of an
+    encoding are AdamW's, and if it has an lr_factor other than 1, a group of their own without decay. Each group's
+    `peak` is its largest learning rate: train.py sets `lr` before every step.
     """
-    factor = model.pos.lr_factor
-    own = list(model.pos.parameters()) if factor != 1 else []
-    params = [p for p in model.parameters() if p not in set(own)]
+    named = list(model.named_parameters())
+    muon = [p for name, p in named if o.matrix_lr and in_matrix_of_block(name, p)]
+    own = list(model.pos.parameters()) if model.pos.lr_factor != 1 else []
+    others = [p for _, p in named if p not in {*muon, *own}]
     groups = [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": o.weight_decay},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in others if p.dim() >= 2], "peak": o.lr},
+        {"params": [p for p in others if p.dim() < 2], "peak": o.lr, "weight_decay": 0.0},
     ]
-    groups += [{"params": own, "weight_decay": 0.0}] if own else []
-    optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), fused=True)
-    if own:
-        optimizer.register_step_pre_hook(lambda a, *_: a.param_groups[-1].update(lr=factor * a.param_groups[0]["lr"]))
-    return optimizer
+    groups += [{"params": own, "peak": o.lr * model.pos.lr_factor, "weight_decay": 0.0}] if own else []
+    betas, decay = (o.beta1, o.beta2), o.weight_decay
+    optimizers: list[Optimizer] = [torch.optim.AdamW(groups, o.lr, betas, weight_decay=decay, fused=True)]
+    if o.matrix_lr:
+        group = {"params": muon, "peak": o.matrix_lr}
+        optimizers.append(torch.optim.Muon([group], o.matrix_lr, decay, o.momentum, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
+
+
+def in_matrix_of_block(name: str, p: torch.Tensor) -> bool:
+    return name.startswith("blocks.") and p.dim() == 2 and not of_encoding(name)

@@ -89,8 +89,8 @@ def write_checkpoint(run: Run, out: Path) -> str:
 def in_their_terms(m: ModelConfig, mlp_width: int) -> ModelConfig:
     """m without settings that have no effect or that a family says in another way. Its biases: see `in_hf_form`."""
     bias, norm_bias = m.qkv_bias or m.out_bias, m.norm_bias and m.norm == "layer"
-    heads = {"n_kv_heads": m.kv_heads, "head_dim": m.head_width, "qk_norm_weight": m.qk_norm}
-    return replace(m, mlp_ratio=1, mlp_width=mlp_width, norm_bias=norm_bias, qkv_bias=bias, out_bias=bias, **heads)
+    said = {"n_kv_heads": m.kv_heads, "head_dim": m.head_width, "qk_norm_weight": m.qk_norm, "zero_init": False}
+    return replace(m, mlp_ratio=1, mlp_width=mlp_width, norm_bias=norm_bias, qkv_bias=bias, out_bias=bias, **said)
 
 
 def choose_family(run: Run, m: ModelConfig, vocab_size: int) -> dict[str, Any]:

@@ -80,8 +80,7 @@ class Breakdowns:
             rows = group_rows(self.evaluation, curves, method, groups)
             title = f"gain of {method.label} over the better control by {groups.title}, nats/token [95 %]"
             print_groups(rows, title)
-            file = self.write(groups.title, rows)
-            print(f"rows: {file}")
+            print(f"rows: {self.write(groups.title, rows)}")
 
     def write(self, title: str, rows: list[dict[str, Any]]) -> Path:
         """Write rows to a file whose name tells weights, method (as the curve's file), length and texts apart."""
@@ -192,8 +191,7 @@ def group_rows(evaluation: Evaluation, curves: dict[str, Curve], method: Method,
             found: dict[str, Any] = {"run": row.run, "label": row.label, "n": row.n, "group": name}
             found |= {"targets": int(counts.sum()), "share": round(float(inside.mean()), 4)}
             found |= {"loss": ratio(loss, counts)[0], "control": ratio(reference, counts)[0]}
-            found |= {"gain": mean, "low": low, "high": high}
-            rows.append(found)
+            rows.append(found | {"gain": mean, "low": low, "high": high})
     return rows
 
 

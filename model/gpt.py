@@ -170,8 +170,9 @@ class GPT(nn.Module):
                 # 0.02 attention is almost uniform at first at these widths, and some seeds learn late to copy. As in
                 # GPT-2, the matrices that write into the residual stream, 2 per layer, are divided by sqrt(2 n_layers).
                 std = 0.02 if name.startswith(("tokens", "head")) else p.shape[1] ** -0.5
-                writes = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(p, std=std / math.sqrt(2 * cfg.n_layers) if writes else std)
+                if name.endswith(("out.weight", "down.weight")):
+                    std = 0.0 if cfg.zero_init else std / math.sqrt(2 * cfg.n_layers)
+                nn.init.normal_(p, std=std)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 

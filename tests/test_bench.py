@@ -16,6 +16,8 @@ from engine.files import commit
 from kernels import rope as rotary_op
 from tests.helpers import ROOT, command, train_settings
 
+pytestmark = pytest.mark.process
+
 TINY = "exp=smoke model.width=32 ctx=16 batch_tokens=32 micro_tokens=32 device=cpu"
 
 
@@ -102,7 +104,6 @@ def test_our_arithmetic_is_as_exact_at_a_million_as_at_0_and_that_of_float32_ang
     assert error("float32 angles", 10**6)["error"] > 1e-2
 
 
-@pytest.mark.process
 def test_the_row_beside_nanogpt(here, monkeypatch):
     """A stand-in for its train.py sees our text and sizes. Ours really trains: too few steps to compile."""
     (here / "nanoGPT").mkdir()
@@ -126,7 +127,6 @@ for i in range(steps + 1):
     assert row["ratio"]["nanoGPT"] == pytest.approx(speed["ours"] / 4000, abs=0.01) and row["ratio"]["ours"] == 1
 
 
-@pytest.mark.process
 def test_the_rotary_benchmark_without_a_gpu_says_so():
     done = command("-m=bench.rope", cwd=ROOT)
     if not torch.cuda.is_available():

@@ -148,6 +148,7 @@ def test_checks_and_their_margins(text, want):
     assert read_check(text) == want
 
 
+@pytest.mark.process
 def test_every_claim_names_rows_that_the_plan_makes():
     size = plan.load_size("default")
     jobs = {job.name.rpartition("-s")[0]: job for job in plan.planned_jobs(size, size.seeds)}

@@ -293,7 +293,7 @@ def test_several_new_tokens_at_once_continue_a_cache(pos, change):
 
 # ---- in layer schedules ----
 
-IN_SCHEDULES = [*REFERENCES, "kerple", "fire", "alibi", "t5_bias", "rope"]
+IN_SCHEDULES = [*REFERENCES, "kerple", "fire", "alibi", "t5_bias", "rope", "learned", "sinusoidal"]
 
 
 @pytest.mark.parametrize("pos", IN_SCHEDULES)

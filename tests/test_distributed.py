@@ -103,6 +103,19 @@ def test_two_processes_train_as_one_does(here, alone):
 
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_two_processes_train_with_muon_as_one_does(here):
+    """Its products are in bfloat16, so rounding differs more than with AdamW."""
+    run_train(*SETTINGS[1:], "optim=muon", "name=one")
+    one = checkpoint.load(Path("runs/one"))
+    for name, more in (("two", ()), ("shards", ("shard=true",))):
+        finish(torchrun("train.py", *SETTINGS, "optim=muon", f"name={name}", *more))
+        other = checkpoint.load(Path("runs") / name)
+        assert other["validation"]["loss"] == pytest.approx(one["validation"]["loss"], abs=1e-3)
+        assert largest_difference(other, one) < 5e-3
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_a_job_that_loses_a_process_ends_and_is_resumed_by_one(here, alone):
     process = torchrun("train.py", *SETTINGS, "name=x")
     wait_until(Path("runs/x/ckpt.pt").exists)

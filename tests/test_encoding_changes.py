@@ -13,6 +13,8 @@ from model import spectrum
 from model.layer_schedule import ScheduledEncodings
 from tests.helpers import line_of, run_eval, run_train, train_smoke_runs
 
+pytestmark = pytest.mark.process
+
 FROZEN = ("steps=1", "optim.lr=1e-12", "optim.warmup=0")  # keeps the weights
 
 
@@ -26,16 +28,13 @@ def parents(tmp_path_factory, cache):
         ("pos=rope_interleaved", "name=interleaved"),
         ("pos=learned", "name=learned"),
     ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WANDB_MODE", "disabled")
-        return train_smoke_runs(tmp_path_factory.mktemp("parents"), cache, *[("steps=1", *run) for run in runs])
+    return train_smoke_runs(tmp_path_factory.mktemp("parents"), cache, *[("steps=1", *run) for run in runs])
 
 
 @pytest.fixture
 def there(parents, monkeypatch) -> Path:
     monkeypatch.chdir(parents)
     monkeypatch.setattr("sys.argv", ["test"])
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     return parents
 
 

@@ -67,6 +67,7 @@ def all_figures(rows) -> dict[str, Any]:
         "decay": drawn(decay.draw, by_base, by_scaling, 64, 512, 64, Path("x.png")),
         "compare": drawn(Losses().draw, methods_of_one_run(), Path("x.png"), "title"),
         "one evaluation": drawn(Losses().draw, methods_of_one_run()[:3], Path("x.png"), "title"),
+        "three contexts": drawn(Losses().draw, runs_of_three_contexts(), Path("x.png"), "$\\frac{$"),
     }
 
 
@@ -78,6 +79,11 @@ def methods_of_one_run() -> list[Curve]:
         curve_of("rope", label, {n: 3 + 0.01 * (i // 2) * n / 64 for n in (short if i % 3 == 2 else long)})
         for i, label in enumerate(labels)
     ]
+
+
+def runs_of_three_contexts() -> list[Curve]:
+    """Their names are no formulas."""
+    return [curve_of(f"$\\x$ at {L}", "none", {64: 3.0, 8192: 3.1}, L=L) for L in (64, 96, 128)]
 
 
 def names_at_line_ends(fig: Any) -> list[Annotation]:
@@ -137,7 +143,9 @@ def overlaps(a: Any, b: Any) -> bool:
 
 def test_names_do_not_overlap_in_any_figure(all_figures):
     for figure, fig in all_figures.items():
-        texts = [*names_at_line_ends(fig), *(ax.title for ax in fig.axes), *(ax._left_title for ax in fig.axes)]
+        marks = [a for a in fig.findobj(Annotation) if a.get_text().startswith("trained at")]
+        titles = [title for ax in fig.axes for title in (ax.title, ax._left_title)]
+        texts = [*names_at_line_ends(fig), *marks, *titles]
         found = boxes([text for text in texts if text.get_text()], fig)
         assert len(found) >= 4, figure
         for a, b in itertools.combinations(found, 2):
@@ -157,27 +165,16 @@ def test_names_move_as_little_as_possible():
     assert np.ptp(list(heights.values())) < 0.15
 
 
-def test_marks_at_nearby_lengths_do_not_overlap():
-    curves = [curve_of(f"at{L}", "none", {64: 3.0, 8192: 3.1}, L=L) for L in (64, 96, 128)]
-    fig = drawn(Losses().draw, curves, Path("x.png"), "title")
-    found = boxes([a for a in fig.findobj(Annotation) if a.get_text().startswith("trained at")], fig)
-    assert len(found) == 3
-    assert not any(overlaps(found[a], found[b]) for a, b in itertools.combinations(found, 2))
-
-
 # ---- seeds, axes, references ----
 
 
-def test_fewer_than_three_seeds_are_points_without_a_band(rows):
+def test_fewer_than_three_seeds_are_points_without_a_band():
     _, ax = plt.subplots()
     two, three, style = np.array([3.0, 3.5]), np.array([3.0, 3.2, 3.5]), {"color": "#000000"}
     assert figures.draw_line(ax, ({1: two, 2: three, 3: three}, "a", style)) == (3, np.exp(three.mean()), "a", style)
     [band] = [c for c in ax.collections if isinstance(c, PolyCollection)]
     assert band.get_datalim(ax.transData).x0 == 2  # and nothing where there are two seeds
     assert ax.lines[-1].get_xydata().tolist() == [[1.0, np.exp(3.0)], [1.0, np.exp(3.5)]]
-    fig = figures.base(rows[1])
-    assert all(len(c.get_paths()) == 0 for c in fig.axes[0].collections)  # one or two seeds each
-    assert "hollow points: single seeds" in fig.axes[0].get_title(loc="left") + fig.axes[0].get_title()
 
 
 def test_lines_are_the_mean_losses_of_the_rows(all_figures, rows):
@@ -200,24 +197,17 @@ def test_the_perplexity_axis_has_round_perplexities_where_they_belong(loss):
     assert len(shown) > 1 and np.exp(right.get_yticks() * nats) == pytest.approx(shown, rel=1e-4)
 
 
-def test_a_dollar_in_a_name_is_no_formula(tmp_path):
-    curve = curve_of("$\\frac{$", "$\\x$", {64: 2.0, 128: 2.5})
-    Losses().draw([curve, curve_of("y", "none", {64: 2.0, 128: 2.5})], tmp_path / "x.png", "$\\frac{$")
-    assert (tmp_path / "x.png").exists()
-
-
 # ---- files ----
 
 
-def test_the_command_writes_the_same_files_in_three_formats_again(tmp_path, monkeypatch, capsys):
-    chosen = {draw: part for draw, part in figures.FIGURES.items() if part in ("base", "layers")}
+def test_the_command_writes_the_same_files_in_three_formats_again(tmp_path, monkeypatch):
+    chosen = {draw: part for draw, part in figures.FIGURES.items() if part == "base"}
     monkeypatch.setattr(figures, "FIGURES", chosen)
     for folder in ("a", "b"):
         argv = ["figures", "--rows", str(MATRIX[1]), "--out", str(tmp_path / folder)]
         (tmp_path / folder).mkdir()
         monkeypatch.setattr(sys, "argv", argv)
         figures.main()
-    assert "layers: no rows yet" in capsys.readouterr().out
     for suffix, start in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
         first, second = ((tmp_path / folder / f"base{suffix}").read_bytes() for folder in ("a", "b"))
         assert first.startswith(start) and first == second

@@ -21,6 +21,8 @@ from tests.gguf_files import random_model, write_gguf
 from tests.helpers import ROOT, run_eval, run_train, write_documents
 from tests.hf_models import logits_of, transformers
 
+pytestmark = pytest.mark.reference
+
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -56,6 +56,7 @@ class NoWaiting(TorchDispatchMode):
         return result
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("scaling", CHANGES)
 @pytest.mark.parametrize("pos", choices("pos"))
 def test_a_training_step_does_not_wait_for_the_gpu(pos, scaling, monkeypatch):

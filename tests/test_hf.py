@@ -26,6 +26,8 @@ from tests import hf_models as reading
 from tests.helpers import error_of, run_eval, train_settings, write_documents
 from tests.hf_models import CASES, L, edit, our_logits, save_random, transformers, with_tokenizer
 
+pytestmark = pytest.mark.reference
+
 
 def cases() -> list[tuple[str, str]]:
     few = {family: ["default", "longrope"] for family in CASES if family.startswith(("phi3", *reading.VARIANTS))}

@@ -22,6 +22,8 @@ from hf.open import digest_of, open_checkpoint, read_checkpoint
 from tests import hf_models as reading
 from tests.hf_models import CASES, WINDOW, L, edit, our_logits, save_random, transformers
 
+pytestmark = pytest.mark.reference
+
 # ---- which files are read ----
 
 

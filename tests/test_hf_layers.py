@@ -22,6 +22,8 @@ from tests import hf_models as reading
 from tests.helpers import run_eval, write_documents
 from tests.hf_models import L, edit, rope_types, save_complete, save_random
 
+pytestmark = pytest.mark.reference
+
 
 def layers_of(family: str, rope: dict, folder: Path, **changes: Any) -> LayerSchedule | None:
     """The schedule that is read from a random model of the family, whose config.json is changed."""

@@ -1,27 +1,21 @@
 """Layer schedules: against formulas written out here, and against models of transformers that have such layers."""
 
-import json
 import math
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
 from conf.layer_schedule import repeat_pattern
-from conf.registry import choices, yaml_values
-from conf.schema import from_dict
+from conf.registry import yaml_values
 from hf.weights import LLAMA as LLAMA_WEIGHTS, from_ours
 from model import gpt
-from model.decode import Decoder, same_change
-from model.layer_schedule import ScheduledEncodings
+from model.decode import Decoder
 from model.scaling import NO_CHANGE, ContextChange, NotApplicable, TrainedContext, override, resolve
 from tests.helpers import SMALL, import_or_skip, model_of, random_tokens, train_settings
 
 L = 32  # of model_of
-SCHEDULES = [name for name in choices("layers") if name != "uniform"]
 TEMPERED = "tempered"  # no rotation, but Llama 4's temperature
 # What each layer of four does: (base, window). Written here by hand, from the papers and from transformers
 FOUR_LAYERS: dict[str, list[tuple[float | str | None, int | None]]] = {
@@ -128,15 +122,6 @@ def test_sinks_are_always_seen_and_changes_without_kinds_apply_to_all_layers():
             assert (model(tokens, change=change)[0] - reference(model, tokens, layers)).abs().max() < 1e-5
 
 
-def test_a_schedule_of_one_kind_without_a_window_is_the_uniform_model_to_the_bit():
-    overrides = ("layers=window_only", "layers.L.window=null", "model.n_layers=4")
-    one_kind, uniform = model_of("rope", *overrides), model_of("rope", "model.n_layers=4")
-    assert isinstance(one_kind.pos, ScheduledEncodings) and not isinstance(uniform.pos, ScheduledEncodings)
-    uniform.load_state_dict(one_kind.state_dict())
-    x = random_tokens(2, 40)
-    assert torch.equal(one_kind(x), uniform(x))
-
-
 def test_angles_are_computed_once_for_each_kind_of_layer(monkeypatch):
     model, calls = model_with("gemma3"), []
     for encoding in model.pos.encodings:
@@ -144,21 +129,6 @@ def test_angles_are_computed_once_for_each_kind_of_layer(monkeypatch):
     with torch.no_grad():
         model(random_tokens())
     assert len(calls) == 2
-    assert torch.equal(model.pos.encoding("L").inv_freq, frequencies(10_000.0))
-    assert torch.equal(model.pos.encoding("G").inv_freq, frequencies(1_000_000.0))
-
-
-@pytest.mark.parametrize("pos", ["t5_bias", "alibi", "learned", "sinusoidal"])
-def test_schedules_of_other_encodings(pos):
-    """A bias is added in the window layers as well; embeddings are those of pos=. Causality, and the parameters."""
-    settings = ["model.n_layers=4"] + ["pos.max_positions=64"] * (pos == "learned")
-    model, tokens = model_of(pos, "layers=olmo3", *settings), random_tokens(1, 60)
-    other = tokens.clone()
-    other[:, 40] = (other[:, 40] + 1) % 50
-    with torch.no_grad():
-        changed = (model(tokens) - model(other)).abs().amax((0, 2)) > 1e-12
-    assert not changed[:40].any() and changed[40:].all()
-    assert model.n_parameters() == model_of(pos, *settings).n_parameters()  # the kinds share those of the encoding
 
 
 # ---- transformers ----
@@ -188,21 +158,14 @@ def test_the_layers_of_each_kind_are_those_of_transformers(n_layers):
 def test_patterns_of_short_models_keep_all_kinds():
     assert [repeat_pattern("LLLLLG", n) for n in (2, 4, 6, 7)] == ["LG", "LLLG", "LLLLLG", "LLLLLGL"]
     assert [repeat_pattern("GLLL", n) for n in (2, 3, 5)] == ["GL", "GLL", "GLLLG"]
-    assert train_settings("layers=sssl", "model.n_layers=6").layers.pattern == "SSSLSL"  # the last is long
     # nanochat: pattern[i % 4], and then the last one full
     pattern = train_settings("layers=sssl", "model.n_layers=10").layers.pattern
     assert pattern == "".join("SSSL"[i % 4] for i in range(9)) + "L"
 
 
 # The sizes of the models of transformers below, and the same for ours
-LLAMA = (
-    "model=llama",
-    "model.n_layers=4",
-    "model.n_kv_heads=2",
-    "model.width=32",
-    "model.mlp_width=48",
-    "pos.base=100",
-)
+LLAMA = ["model=llama", "model.n_layers=4", "model.n_kv_heads=2", "model.width=32", "model.mlp_width=48"]
+LLAMA += ["pos.base=100"]
 SIZES = {
     "vocab_size": 50,
     "hidden_size": 32,
@@ -250,15 +213,6 @@ def test_irope_has_the_rotation_the_temperature_and_the_layers_of_llama_4():
         with torch.inference_mode():
             want, got = theirs(tokens[:, :n]).logits, model(tokens[:, :n])
             assert ((got - want).abs().max() < 1e-4) == equal and want.abs().max() > 1
-    # The keys that a query of an L layer sees: of its chunk, which the window contains; the same at the end of a chunk
-    from transformers.masking_utils import create_chunked_causal_mask
-
-    theirs.config._attn_implementation = "eager"
-    i, j, embeddings = torch.arange(3 * L)[:, None], torch.arange(3 * L), torch.zeros(1, 3 * L, 32)
-    mask = create_chunked_causal_mask(theirs.config, embeddings, None, past_key_values=None, position_ids=j[None])
-    chunked, windowed = mask[0, 0] == 0, (j <= i) & (i - j < model.pos.schedule.types["L"].window)
-    assert (windowed | ~chunked).all() and not torch.equal(chunked, windowed)
-    assert torch.equal(chunked[L - 1 :: L], windowed[L - 1 :: L]) and torch.equal(chunked[:L], windowed[:L])
 
 
 # ---- scaling, of each kind of layer ----
@@ -368,23 +322,7 @@ def test_cached_decoding_equals_a_full_forward(name, method):
         assert (got - want).abs().max() < 1e-5
 
 
-def test_a_change_of_one_kind_of_layer_makes_a_cache_stale():
-    def of_kinds(scale: float) -> ContextChange:
-        return ContextChange(by_type=(NO_CHANGE, ContextChange(inv_freq=frequencies(scale))))
-
-    assert same_change(of_kinds(500.0), of_kinds(500.0))
-    assert not same_change(of_kinds(500.0), of_kinds(501.0)) and not same_change(of_kinds(500.0), NO_CHANGE)
-
-
 # ---- settings ----
-
-
-def test_a_saved_schedule_is_the_same():
-    saved = json.loads(json.dumps(asdict(cfg := train_settings("layers=olmo3"))))
-    assert from_dict(saved) == cfg
-    saved["layers"]["types"]["L"]["window"] = "wide"
-    with pytest.raises(UserError, match=r"layers\.L\.window=wide: must be of type int \| None"):
-        from_dict(saved)
 
 
 def test_windows_are_fractions_of_ctx_or_tokens_and_the_description_names_changes():
@@ -392,6 +330,3 @@ def test_windows_are_fractions_of_ctx_or_tokens_and_the_description_names_change
     assert (cfg.layers.types["L"].window, cfg.layers.types["G"].window) == (64, 3)
     assert gpt.describe_encoding(cfg) == "pos=rope, layers=olmo3 (LLLG) L.window=64, L.scaled=False, G.window=3"
     assert gpt.describe_encoding(train_settings()) == "pos=rope" and train_settings().layers is None
-    for name in SCHEDULES:
-        assert f", layers={name} (" in gpt.describe_encoding(train_settings(f"layers={name}"))
-    assert train_settings("layers=swan", "exp=smoke").name == "rope-smoke-swan"

@@ -22,6 +22,8 @@ from studies.plan import Job
 from studies.rows import MATRIX, read_rows
 from tests.helpers import ROOT, choices, command, eval_settings, run_train, train_settings
 
+pytestmark = pytest.mark.process
+
 
 @pytest.mark.parametrize("size", choices("study"))
 def test_plan_trains_every_encoding_base_and_extension_with_every_seed(size):
@@ -109,7 +111,6 @@ def test_rows_are_those_of_the_evaluation_with_the_columns_of_the_study(here):
     assert shifted.loss == pytest.approx(unscaled.loss, abs=1e-2) and shifted.low < shifted.loss < shifted.high
 
 
-@pytest.mark.process
 def test_a_small_matrix_runs_and_skips_what_is_done(here, monkeypatch, capsys):
     """At a size of seconds, with another cache; the second call, in this process, does nothing."""
     (here / ".cache").rename(here / "elsewhere")
@@ -130,7 +131,6 @@ def test_a_small_matrix_runs_and_skips_what_is_done(here, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_rope_has_all_methods(here):
     done = command("-m=studies.matrix", "smoke", "--only", "rope-s0", "--out", "rows.jsonl", cwd=here)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -139,7 +139,6 @@ def test_rope_has_all_methods(here):
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_the_copy_for_other_scaling_has_the_same_weights(here):
     names = ("rope-s0", "drope-s0", "swan-s0", "gemma3-s0", "gemma3_all_scaled-s0")
     args = ("--plan", "layers", "--only", ",".join(names), "--out", "rows.jsonl")
@@ -185,7 +184,6 @@ def test_several_jobs_at_a_time_wait_for_the_runs_that_they_start_from():
     assert order == ["bad begins"]
 
 
-@pytest.mark.process
 def test_past_its_minutes_it_stops_and_says_so(here):
     done = command("-m=studies.matrix", "quick", "--minutes", "0.02", "--out", "rows.jsonl", cwd=here)
     assert done.returncode == 1 and "run the same command again to resume" in done.stderr

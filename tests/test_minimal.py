@@ -12,6 +12,8 @@ from engine.run import Run
 from measure.curves import read_curve
 from tests.helpers import run_eval, train_smoke_runs
 
+pytestmark = pytest.mark.process
+
 CONFIG = minimal.Config(n_layers=2, n_heads=2, width=64, ctx=64, steps=20, warmup=5)  # exp=smoke, longer
 
 

@@ -47,6 +47,8 @@ from tests.helpers import (
 )
 from tests.hf_models import save_random, with_tokenizer
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, cache) -> Path:
@@ -176,7 +178,6 @@ def losses_of_curves() -> None:
                 target_losses(file, row)
 
 
-@pytest.mark.process
 def test_no_file_of_a_run_or_a_cache_is_unpickled(here):
     write_texts("some words of the text, and more of them. ")
     run_train("steps=2", "name=x", "ctx=16", "batch_tokens=16", "cache=cache", *TEXT)
@@ -222,7 +223,6 @@ def test_a_lock_is_held_by_one(here):
     assert folder.is_dir()
 
 
-@pytest.mark.process
 def test_a_second_training_of_one_name_is_refused_until_the_first_is_killed(here):
     """Both would end well, with the settings of one and the weights of the other. A lock ends with its process."""
     first = start("train.py", "exp=smoke", "name=x", "steps=100000", "save_every=2", "compile=false")
@@ -242,7 +242,6 @@ def children_of(process: subprocess.Popen) -> list[str]:
     return [pid for pid in found if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-@pytest.mark.process
 def test_a_study_that_is_stopped_stops_its_child(here):
     study = start("-m=studies.matrix", "smoke", "--runs", "runs", "--out", "rows.jsonl")
     wait_until(lambda: children_of(study))
@@ -309,22 +308,31 @@ def test_an_evaluation_beside_a_training_that_saves_names_the_weights_that_it_me
     assert code == 1 and "left out: runs/x: no curve of its present weights: python eval.py run=x" in err
 
 
-def test_two_evaluations_of_one_run_at_once(x, monkeypatch):
+def test_eight_evaluations_of_one_run_at_once(x, monkeypatch):
     """They write the same rows, groups and figure; each write takes so long that they overlap."""
     fsync = os.fsync
     monkeypatch.setattr("engine.files.os.fsync", lambda f: (fsync(f), time.sleep(0.05)))
     settings = ("run=x", "ctx=128", "documents=2", "fresh=true", "by_antecedent=true", "by_position=true")
     fork = multiprocessing.get_context("fork")
-    both = [fork.Process(target=run_eval, args=settings) for _ in range(2)]
-    for process in both:
+    processes = [fork.Process(target=run_eval, args=settings) for _ in range(8)]
+    for process in processes:
         process.start()
-    for process in both:
+    for process in processes:
         process.join(120)
-    assert [process.exitcode for process in both] == [0, 0]
+    assert [process.exitcode for process in processes] == [0] * 8
     files = {file.name for file in (x / "eval").rglob("*") if file.is_file()}
     assert len([name for name in files if name.startswith(("antecedent", "position"))]) == 2 and "ctx128.png" in files
     assert not any(name.endswith(".tmp") for name in files)
     assert all(len(read_curve(file).rows) == 2 for file in (x / "eval").glob("*.jsonl"))
+
+
+def test_nothing_is_written_through_a_link_out_of_a_run(x):
+    outside = x.parent.parent / "outside"
+    outside.mkdir()
+    shutil.rmtree(x / "eval/losses")
+    (x / "eval/losses").symlink_to(outside)
+    error = line_of(run_eval, "run=x", "ctx=128", "documents=2", "fresh=true")
+    assert error.startswith("runs/x/eval/losses=a link: must be") and not list(outside.iterdir())
 
 
 def test_a_run_that_can_only_be_read_is_evaluated_without_a_picture(x, capsys):
@@ -337,7 +345,6 @@ def test_a_run_that_can_only_be_read_is_evaluated_without_a_picture(x, capsys):
     assert "warning: no picture: runs/x/eval: " in err and "rows: runs/x/eval/*.jsonl" in out and ".png" not in out
 
 
-@pytest.mark.process
 def test_SIGTERM_to_a_sweep_saves_its_job_and_begins_no_other(here):
     argv = ["-m", "exp=smoke", "steps=100000", "seed=0,1", "save_every=100000"]
     sweep = start("train.py", *argv)
@@ -366,7 +373,7 @@ def test_two_evaluations_add_to_one_curve_and_no_row_is_lost(here):
 
 def test_what_is_not_finite_is_never_a_result(x, monkeypatch):
     """Losses of an evaluation, logits, losses of a training; weights are above."""
-    measured, rate = evaluation.Evaluation.losses, train.learning_rate
+    measured, rate = evaluation.Evaluation.losses, train.schedule
     monkeypatch.setattr(evaluation.Evaluation, "losses", lambda *args: measured(*args) * math.nan)
     before = {f: f.read_text() for f in (x / "eval").glob("*.jsonl")}
     assert "none at n=64: the loss is not finite" in line_of(run_eval, "run=x", "ctx=128", "documents=3", "fresh=true")
@@ -374,7 +381,7 @@ def test_what_is_not_finite_is_never_a_result(x, monkeypatch):
     monkeypatch.setattr(Decoder, "logits", lambda self, text: torch.full((1, 2048), math.nan))
     error = error_of(sample.main, ["run=x", "tokens=2"], monkeypatch)
     assert "the logits after 1 tokens are not finite" in error
-    monkeypatch.setattr(train, "learning_rate", lambda step, *a: math.inf if step == 12 else rate(step, *a))
+    monkeypatch.setattr(train, "schedule", lambda step, *a: math.inf if step == 12 else rate(step, *a))
     assert "not finite by step 15: runs/y/ckpt.pt has step 10" in line_of(run_train, "name=y")
     assert checkpoint.load(Path("runs/y"))["step"] == 10
 

@@ -17,16 +17,8 @@ L, V = 8, 64
 
 
 def build(pos: str, *more: str, layers: int = 2) -> tuple[gpt.GPT, scaling.TrainedContext]:
-    cfg = train_settings(
-        "exp=smoke",
-        f"pos={pos}",
-        *more_positions(pos, 64),
-        f"ctx={L}",
-        f"model.n_layers={layers}",
-        "model.width=32",
-        "model.n_heads=2",
-        *more,
-    )
+    settings = f"exp=smoke pos={pos} ctx={L} model.n_layers={layers} model.width=32 model.n_heads=2"
+    cfg = train_settings(*settings.split(), *more_positions(pos, 64), *more)
     model = gpt.build(cfg, V).eval()
     torch.manual_seed(1)
     with torch.no_grad():

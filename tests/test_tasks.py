@@ -17,7 +17,6 @@ from data.corpora import mqar, recall, tracking
 from data.corpus import HeldOut
 from measure import tasks
 from measure.curves import Curve, read_curve
-from measure.evaluation import losses_and_hits
 from measure.report import NO_LENGTH, Accuracy, effective_context
 from measure.tasks import Piece
 from measure.tasks.placed import NOTHING, PlacedAnswer
@@ -124,17 +123,10 @@ def test_a_tokenizer_without_letters_is_one_line_or_no_obstacle(name):
         assert re.search(f"task={name}.*letters that are one token each.*data.tokenizer=bpe", str(error))
 
 
-@pytest.mark.parametrize(
-    "knob, value, right",
-    [("threshold", 0.0, "above 0 and at most 1"), ("queries", 9, "from 1 to 8"), ("key", 0, "from 1")],
-)
-def test_wrong_knobs_are_one_line(knob, value, right):
-    assert f"task.{knob}={value}: must be {right}" in line_of(lambda: built("recall", **{knob: value}))
-
-
-def test_a_line_that_does_not_have_a_token_for_each_part_is_refused():
-    with pytest.raises(UserError, match="does not give 4 tokens to '# K"):
-        built("recall").one_token_each("# K\n", 4)
+def test_wrong_knobs_and_lines_without_a_token_for_each_part_are_refused():
+    for knobs, right in (({"threshold": 0.0}, "above 0 and at most 1"), ({"queries": 9}, "from 1 to 8")):
+        assert f"must be {right}" in line_of(lambda knobs=knobs: built("recall", **knobs))
+    assert "does not give 4 tokens to '# K" in line_of(built("recall").one_token_each, "# K\n", 4)
 
 
 # ---- the texts of each task ----
@@ -218,16 +210,6 @@ def test_the_chain_of_assignments_leads_to_the_answer(n, hops, chains):
         first = text.index(f" = {answer}\n") - len("# K")  # the answer occurs once, in the first assignment
         assert len(places([token(answer)], tokens)) == 2
         assert len(any_task_corpus().encode(text[first:])) == distance + 4
-
-
-# ---- hits ----
-
-
-def test_a_hit_is_a_target_with_the_largest_logit():
-    logits = torch.tensor([[[2.0, 1.0, 0.0], [0.0, 1.0, 3.0], [9.0, 9.5, 9.0]]])
-    nats, hits = losses_and_hits(logits, targets := torch.tensor([[0, 1, 1]])).unbind(-1)
-    assert hits.tolist() == [[1, 0, 1]]
-    assert torch.allclose(nats, -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0])
 
 
 # ---- effective context ----

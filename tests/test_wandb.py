@@ -24,6 +24,8 @@ from measure.gain import controls, gain
 from measure.wandb_curves import curve_config, curve_name, longest_not_worse
 from tests.helpers import command, curve_of, eval_settings, run_eval, run_train, train_smoke_runs
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def logged(monkeypatch) -> list[Mock]:
@@ -226,7 +228,6 @@ def test_nothing_is_opened_where_nothing_is_logged(env, logged, monkeypatch, cap
 
 
 @pytest.mark.slow
-@pytest.mark.process
 def test_offline_runs_can_be_read_back_and_uploaded_with_the_printed_command(here):
     """No account, no terminal, no network: training and evaluation each leave a run that wandb itself reads."""
     env = {"WANDB_MODE": "offline", "NETRC": "/nonexistent", "WANDB_API_KEY": ""}

@@ -4,7 +4,7 @@
     documents(**knobs) -> Iterable[(name, text)]     the whole documents, in a fixed order
 
 The yaml also says tokenizer, vocab_size and holdout (documents held out), which data/corpus.py reads. The functions
-here are for corpora that are files of an installed package. requirement: PACKAGE==VERSION.
+here are for corpora that are files of installed packages. requirement: PACKAGE==VERSION.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ def package_folder(requirement: str) -> Path:
     return Path(spec.origin).parent
 
 
-def checked(documents: list[tuple[str, str]], sha256: str, requirement: str) -> list[tuple[str, str]]:
-    """The documents, whose texts must have this checksum when they are joined."""
+def checked(documents: list[tuple[str, str]], sha256: str, install: str) -> list[tuple[str, str]]:
+    """The documents, if their texts have this checksum when they are joined. install: the command to repair them."""
     found = hashlib.sha256("".join(text for _, text in documents).encode()).hexdigest()
     if found != sha256:
-        raise UserError(f"data: the installed files are not those of {requirement}: pip install -I {requirement}")
+        raise UserError(f"data: the installed files are not those that are expected: {install}")
     return documents

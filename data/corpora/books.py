@@ -39,4 +39,4 @@ def documents() -> list[tuple[str, str]]:
     for work in ("Iliad", "Odyssey"):  # stored as one file for each of its 24 books
         parts = sorted((root / "homer").glob(f"Homer_{work}_*.txt"))
         works[f"homer/{work}"] = "\n".join(clean(path.read_bytes()) for path in parts)
-    return checked(list(works.items()), SHA256, REQUIREMENT)
+    return checked(list(works.items()), SHA256, f"pip install -I {REQUIREMENT}")

@@ -25,4 +25,4 @@ def documents() -> list[tuple[str, str]]:
     paths = sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).parts)
     long = {path.relative_to(root).as_posix(): path for path in paths if path.stat().st_size >= MIN_BYTES}
     found = [(name, path.read_bytes().decode()) for name, path in long.items() if not LEFT_OUT.search(name)]
-    return checked(found, SHA256, REQUIREMENT)
+    return checked(found, SHA256, f"pip install -I {REQUIREMENT}")
