@@ -22,7 +22,7 @@ BUDGETS = {
     "studies": 1535,
     "bench": 455,
     "product": 8509,
-    "tests": 8142,
+    "tests": 8040,
 }
 AIMS = BUDGETS | {
     **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100, "studies": 1500},
