@@ -114,6 +114,8 @@ class ModelConfig:
     qk_norm: bool = setting(False, "divide each head of q and k by its root mean square")
     qk_norm_weight: bool = setting(False, "and multiply by a weight for each of its dimensions, as Qwen3")
     qk_norm_all_heads: bool = setting(False, "by the root mean square of all heads together, as OLMo 2")
+    attention_softcap: float | None = setting(None, "c: scores become c tanh(score / c), as in Gemma 2", above(0))
+    logit_softcap: float | None = setting(None, "c: logits become c tanh(logit / c), as in Gemma 2", above(0))
     qkv_bias: bool = setting(False, "biases of the projections to q, k and v")
     out_bias: bool = setting(False, "a bias of the attention's output")
     mlp_bias: bool = setting(False, "biases of the MLP")

@@ -53,9 +53,10 @@ NEUTRAL = {"partial_rotary_factor": 1, "full_attn_mod": 1, "interpolate_factor":
 LARGEST = 2**24  # of whole numbers: far above any model's sizes, and products of sizes fit 64 bits
 # The least value of a number, where it is not 0
 LEAST = dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "factor"), 1.0)
-LEAST |= dict.fromkeys(("rms_norm_eps", "logits_scaling"), 1e-20)
+LEAST |= dict.fromkeys(("rms_norm_eps", "logits_scaling", "attn_logit_softcapping", "final_logit_softcapping"), 1e-20)
 # Of which null is another value than an absent key
 NULLS = ("num_key_value_heads", "sliding_window", "rotary_dim", "truncate")
+NULLS += ("attn_logit_softcapping", "final_logit_softcapping")
 RIGHT: dict[type, str] = {
     int: f"a whole number of at least 1 and at most {LARGEST}",
     float: "a number of at least {least:g}",

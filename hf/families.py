@@ -35,6 +35,7 @@ WITHOUT_POSITIONS = PositionRule(slides=lambda s, i: s["sliding_window"] is not 
 SETTINGS = (
     {"num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads"}
     | {"head_dim": "head_dim", "hidden_size": "width", "intermediate_size": "mlp_width", "rms_norm_eps": "norm_eps"}
+    | {"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "logit_softcap"}
     | {"tie_word_embeddings": "tied_head", "qkv_bias": "qkv_bias", "attention_bias": "out_bias", "mlp_bias": "mlp_bias"}
 )
 
@@ -68,6 +69,8 @@ BIASES = {"attention_bias": False, "mlp_bias": False}
 WINDOW = {"sliding_window": 4096}
 QWEN = LLAMA | WINDOW | {"use_sliding_window": False, "max_window_layers": 28.0, "num_key_value_heads": 32}
 OLMO2 = LLAMA | {"rms_norm_eps": 1e-5, "attention_bias": False}
+GEMMA = LLAMA | {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "query_pre_attn_scalar": 256.0}
+GEMMA |= WINDOW | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "attention_bias": False}
 GRANITE = dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0)
 GPT2 = BASIC | {"intermediate_size": int | None, "hidden_act": "gelu_new"}
 
@@ -96,6 +99,11 @@ ALL_BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 FAMILIES = {
     "llama": Family(weights.LLAMA, LLAMA | BIASES, requires={"activation": "swiglu"}),  # of Falcon 3
     "mistral": Family(weights.LLAMA, LLAMA | WINDOW | {"num_key_value_heads": 8}, positions=ALL),
+    "ministral3": Family(
+        weights.LLAMA,
+        LLAMA | {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": int | None},
+        positions=ALL._replace(types={"yarn": "yarn"}, tempered=True),
+    ),
     "qwen2": Family(weights.LLAMA, QWEN, model={"qkv_bias": True}, positions=LAST),
     "qwen3": Family(weights.LLAMA, QWEN | {"head_dim": 128, "attention_bias": False}, model=QK_NORM, positions=LAST),
     "smollm3": Family(
@@ -118,18 +126,26 @@ FAMILIES = {
         model=POST_NORM,
         positions=SOME._replace(sliding_base=500_000.0),
     ),
+    "gemma2": Family(
+        weights.GEMMA3,
+        {**GEMMA, "vocab_size": 256_000, "max_position_embeddings": 8192}
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        names={"hidden_act": "hidden_activation"},
+        model={"residual": "serial_both"},
+        positions=PositionRule(slides=lambda s, i: s["sliding_window"] is not None and i % 2 == 0),
+        ignored="hidden_act",  # as transformers
+        fold=weights.fold_gemma,
+    ),
     "gemma3_text": Family(
         weights.GEMMA3,
-        {**LLAMA, **WINDOW, "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
-        | {"max_position_embeddings": 131_072, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
-        | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "query_pre_attn_scalar": 256.0}
-        | {"sliding_window_pattern": 6, "attention_bias": False},
+        {**GEMMA, "vocab_size": 262_208, "max_position_embeddings": 131_072, "sliding_window_pattern": 6}
+        | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0},
         names={"hidden_act": "hidden_activation"},
         model={**QK_NORM, "residual": "serial_both"},
         positions=SOME._replace(sliding_base="rope_local_base_freq"),
         ignored="hidden_act _sliding_window_pattern",  # transformers does not read them
-        fold=weights.fold_gemma3,
-        unfold=weights.unfold_gemma3,
+        fold=weights.fold_gemma,
+        unfold=weights.unfold_gemma,
     ),
     "cohere2": Family(
         weights.LLAMA,
@@ -223,9 +239,14 @@ FAMILIES = {
         ignored="learned_pos_emb embedding_fraction norm_type attn_uses_sequence_id",  # as transformers
     ),
 }  # by model_type
-# Models that also read images: model_type -> (that of their text part, their keys that change no logit of a text)
+# Models that also read images: model_type -> (those of their text part, their keys that change no logit of a text)
 TEXT_PARTS = {
-    "gemma3": ("gemma3_text", "vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index")
+    "gemma3": ("gemma3_text", "vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index"),
+    "mistral3": (
+        "ministral3 mistral",
+        """vision_config image_token_index multimodal_projector_bias projector_hidden_act spatial_merge_size
+            vision_feature_layer""",
+    ),
 }
 
 
@@ -262,10 +283,11 @@ def read_settings(c: Config, ctx: int, train_ctx: int | None) -> tuple[TrainConf
 
 def enter_text_part(c: Config) -> str:
     """Of a model that also reads images, check the keys beside text_config, and go on with that: its model_type."""
-    model_type, image_keys = TEXT_PARTS[c.values["model_type"]]
+    types, image_keys = TEXT_PARTS[c.values["model_type"]]
     beside = c.read({"tie_word_embeddings": True})  # that of text_config is not read by transformers
     text = c.object("text_config", c.values.get("text_config"))
-    text.require({"model_type": model_type})
+    model_type = str(text.values.get("model_type"))
+    text.check(model_type in types.split(), "model_type", model_type, f"not supported: must be one of {types}")
     c.keys_read |= {"text_config", *image_keys.split()}
     c.finish()
     c.values, c.prefix, c.keys_read = {**text.values, **beside, "model_type": model_type}, text.prefix, text.keys_read

@@ -35,6 +35,7 @@ RENAMED = {
     "longrope": {"long_factor": "long", "short_factor": "short"},
     "ntk_by_parts": {"low_freq_factor": "alpha", "high_freq_factor": "beta"},
 }
+TEMPER = {"llama_4_scaling_beta": float, "max_position_embeddings": int | None}  # of Ministral 3
 NONE = {"kind": "none"}  # no scaling, or no positions
 FULL, SLIDING = "full_attention", "sliding_attention"
 LETTERS = {(True, True): "L", (True, False): "M", (False, True): "G", (False, False): "N"}  # (has a window, rotates)
@@ -65,6 +66,7 @@ class PositionRule(NamedTuple):
     # (settings, layer) -> whether it has the window, where the key layer_types is absent
     slides: Callable[[dict[str, Any], int], bool] = lambda s, i: False
     fixed: bool = False  # transformers does not read layer_types
+    tempered: bool = False  # queries grow with their position
     rotates: Callable[[dict[str, Any], bool], bool] = lambda s, slides: True  # (settings, whether the layer slides)
 
 
@@ -177,9 +179,13 @@ def read_rope(
     dim = rotary_dim(c, parameters, D)
     L = pretrained_ctx(c, parameters, rope_type, rule, train_ctx)
     knobs = scaling_knobs(parameters, rope_type, longest, L)
+    temper = parameters.read(TEMPER if rule.tempered else {})
     parameters.finish(off=(None,))
     theta = nested["rope_theta"] or base
     pos = {"kind": "rope", "base": float(theta), "interleaved": rule.interleaved, "rotary_fraction": dim / D}
+    if temper:
+        tempered = {"amount": temper["llama_4_scaling_beta"], "every": L}
+        pos = {"kind": "rope_tempered", "base": float(theta), "interleaved": rule.interleaved, **tempered}
     return PositionSettings(pos, knobs, L, max(L, round(L * knobs["factor"]) if rope_type == "linear" else longest))
 
 

@@ -196,15 +196,19 @@ def fold_cohere2(s: dict[str, Any], m: ModelConfig, ours: dict[str, Tensor], tak
     ours["norm.weight"] = ours["norm.weight"] * s["logit_scale"]
 
 
-def fold_gemma3(s: dict[str, Any], m: ModelConfig, ours: dict[str, Tensor], take: Take) -> None:
-    """Gemma 3's norms multiply by 1 + weight, its embeddings by sqrt(C), and its scores have another divisor."""
+def fold_gemma(s: dict[str, Any], m: ModelConfig, ours: dict[str, Tensor], take: Take) -> None:
+    """Gemma's norms multiply by 1 + weight, its embeddings by sqrt(C), and its scores have another divisor."""
     shift_norms(ours, 1)
-    multiply(ours, {"qk_norms.0.weight": (m.head_width / s["query_pre_attn_scalar"]) ** 0.5})
+    factor = (m.head_width / s["query_pre_attn_scalar"]) ** 0.5
+    if m.qk_norm:
+        multiply(ours, {"qk_norms.0.weight": factor})
+    else:
+        scale_scores(m, ours, [factor] * m.n_layers)
     scale_embeddings(m, ours, m.width**0.5)
 
 
-def unfold_gemma3(m: ModelConfig, ours: dict[str, Tensor]) -> None:
-    """The inverse of `fold_gemma3`, where the scores are divided by the root of the width of a head."""
+def unfold_gemma(m: ModelConfig, ours: dict[str, Tensor]) -> None:
+    """The inverse of `fold_gemma`, where the scores are divided by the root of the width of a head."""
     scale_embeddings(m, ours, m.width**-0.5)
     shift_norms(ours, -1)
 

@@ -68,6 +68,7 @@ class Heads:
     v: Tensor
     # q and k as rotated in each region of ContextChange.position_map
     far: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    softcap: float | None = None  # model.attention_softcap
     # Keys before those of the text, which every query sees (model/pos/sink_logits.py). For a bias the first of them has
     # index 0; for regions, which count from the text on, negative indices
     prepended: int = 0
@@ -95,6 +96,7 @@ class Attention(nn.Module):
         """
         super().__init__()
         self.H, self.G, self.D, self.linear = cfg.n_heads, cfg.kv_heads, cfg.head_width, linear
+        self.softcap = cfg.attention_softcap
         widths = (self.H * self.D, self.G * self.D) if cfg.qk_norm_all_heads else (self.D, self.D)
         norms = [nn.RMSNorm(w, cfg.norm_eps, elementwise_affine=cfg.qk_norm_weight) for w in widths if cfg.qk_norm]
         self.qk_norms = nn.ModuleList(norms)  # of q and of k (Henry et al. 2020, arXiv 2010.04245)
@@ -136,7 +138,7 @@ class Attention(nn.Module):
         # A factor of each query, so it may follow the rotation
         sharp = [(sharpened(q, where.positions, where.change), k) for q, k in rotations]
         (q, k), *far = [(self.by_head(q)[:, :, -S:], self.by_head(k)) for q, k in sharp]
-        return Heads(q, k, self.by_head(v), far)
+        return Heads(q, k, self.by_head(v), far, self.softcap)
 
     def by_head(self, x: Tensor) -> Tensor:
         """[B, T, H or G, D] -> [B, H or G, T, D], in training on a CPU [B, H, T, D], as Heads says."""
@@ -159,6 +161,13 @@ def repeat_heads(x: Tensor, H: int) -> Tensor:
     return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], dim=1)
 
 
+def softcapped(x: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(x / cap), in float32 at least (Gemma Team 2024, arXiv 2408.00118); x for None."""
+    if cap is None:
+        return x
+    return cap * (x.to(torch.promote_types(x.dtype, torch.float32)) / cap).tanh()
+
+
 def sharpened(q: Tensor, positions: Tensor, change: ContextChange) -> Tensor:
     """Under log-n scaling (change.logn = L) the queries [B, T, H, D] at positions m times max(1, ln(m + 1) / ln L)."""
     if change.logn is None:
@@ -176,7 +185,7 @@ def attend(heads: Heads, score_bias: ScoreBias, places: Tensor, change: ContextC
     The first of four ways that fits, from the fastest to the one that can do everything:
 
         attend_unfused    short texts in training on a CPU, without regions
-        attend_causal     no mask: no bias, region or window below T, and all T queries or the last one
+        attend_causal     no mask: no bias, softcap, region or window below T, and all T queries or the last one
         attend_key_bias   no mask: the same with all T queries and a bias of the key alone, as a column of the heads
         attend_blocks     a mask, for a block of queries at a time
 
@@ -187,7 +196,8 @@ def attend(heads: Heads, score_bias: ScoreBias, places: Tensor, change: ContextC
     if trains_on_cpu(heads.q) and S == T <= masks.QUERY_BLOCK and not heads.far:
         return attend_unfused(heads, score_bias, places, change)
     sees_all = change.window is None or change.window >= T - heads.prepended
-    if sees_all and S in (1, T) and not heads.far:  # SDPA's causal mask is right for T queries, a single one needs none
+    plain = not heads.far and heads.softcap is None
+    if plain and sees_all and S in (1, T):  # SDPA's causal mask is right for T queries, a single one needs none
         if not score_bias.has_bias:
             return attend_causal(heads.q, heads.k, heads.v)
         if S == T and (key_bias := score_bias.key_bias(places)) is not None:
@@ -202,8 +212,13 @@ def attend_unfused(heads: Heads, score_bias: ScoreBias, places: Tensor, change: 
     With a bias, whose mask is float32, scores and softmax are float32 too.
     """
     (block,) = query_blocks(heads.q, heads.k, score_bias, places, change, heads.prepended)
-    scores = heads.q @ heads.k.transpose(-1, -2) * heads.q.shape[-1] ** -0.5 + block.mask  # [B, H, T, T]
-    return scores.softmax(-1).to(heads.v.dtype) @ heads.v
+    return attend_scores(heads.q, heads.k, heads.v, block.mask, heads.q.shape[-1] ** -0.5, heads.softcap)
+
+
+def attend_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """Attention with all scores in memory: q [B, H, queries, D], k and v [B, H, keys, D] -> [B, H, queries, D]."""
+    scores = softcapped(q @ k.transpose(-1, -2) * scale, softcap) + mask  # [B, H, queries, keys]
+    return scores.softmax(-1).to(v.dtype) @ v
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -237,7 +252,8 @@ def attend_blocks(heads: Heads, score_bias: ScoreBias, places: Tensor, change: C
     """
     D, window, outputs, start = heads.q.shape[-1], change.window, [], 0
     regions = change.position_map.regions() if change.position_map is not None else []
-    if window is not None and not score_bias.has_bias and not regions and heads.q.shape[2] == heads.k.shape[2]:
+    plain = not score_bias.has_bias and not regions and heads.softcap is None
+    if window is not None and plain and heads.q.shape[2] == heads.k.shape[2]:
         start = window  # the first queries see all earlier keys, so they need no mask
         outputs.append(attend_causal(*(x[:, :, :window] for x in (heads.q, heads.k, heads.v))))
     for block in query_blocks(heads.q, heads.k, score_bias, places, change, heads.prepended, start):
@@ -245,16 +261,22 @@ def attend_blocks(heads: Heads, score_bias: ScoreBias, places: Tensor, change: C
         q, k, v, mask = *rotations[0], block.keys_of(heads.v), block.mask
         if regions:
             q, k, v, mask = widen(rotations, v, mask, regions, *block.in_text(heads.prepended))
-        outputs.append(attend_masked(q, k, v, mask, D**-0.5)[..., :D])
+        outputs.append(attend_masked(q, k, v, mask, D**-0.5, heads.softcap)[..., :D])
     return torch.cat(outputs, dim=2)
 
 
-def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
     """SDPA of q [B, H, queries, D] to k and v [B, H or G, keys, D] -> [B, H, queries, D], mask in its own precision.
 
     Without autocast, which would round a float32 mask to bfloat16. The CPU's kernels add it to the float32 scores of
-    bfloat16 heads; CUDA's need one dtype for all four, and with a mask none of its fused kernels shares keys.
+    bfloat16 heads; CUDA's need one dtype for all four, and with a mask none of its fused kernels shares keys. SDPA has
+    no softcap: with one, all scores of the block are computed.
     """
+    if softcap is not None:
+        wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+        with torch.autocast(q.device.type, enabled=False):
+            q_wide, *kv = wide
+            return attend_scores(q_wide, *(repeat_heads(x, q.shape[1]) for x in kv), mask, scale, softcap).to(q.dtype)
     mask = mask.expand(-1, q.shape[1], -1, -1)
     dtype = q.dtype if q.device.type == "cpu" else mask.dtype
     k, v = (x if q.device.type == "cpu" else repeat_heads(x, q.shape[1]) for x in (k, v))

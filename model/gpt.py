@@ -17,7 +17,7 @@ from conf.registry import describe, yaml_name
 from conf.schema import ModelConfig, TrainConfig
 from kernels.gelu import after_linear, gelu
 from model import pos as encodings
-from model.attention import Attention, Cache, Where
+from model.attention import Attention, Cache, Where, softcapped
 from model.layer_schedule import ScheduledEncodings
 from model.pos import Encoding, Shape
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
@@ -156,6 +156,7 @@ class GPT(nn.Module):
         """linear: use linear attention (model/linear_attention.py) instead of softmax attention."""
         super().__init__()
         self.pos, self.linear, self.tied_head = pos, linear, cfg.tied_head
+        self.softcap = cfg.logit_softcap
         self.tokens = nn.Embedding(vocab_size, cfg.width)
         self.blocks = nn.ModuleList(BLOCKS[cfg.residual](cfg, linear, pos.layer_module(i)) for i in range(cfg.n_layers))
         self.norm = make_norm(cfg)
@@ -209,13 +210,17 @@ class GPT(nn.Module):
             cache.tokens += tokens.shape[1]
         return x
 
+    def logits(self, x: Tensor) -> Tensor:
+        """The output x [.., C] of the last block -> [.., V]."""
+        return softcapped(self.head(self.norm(x)), self.softcap)
+
     def forward(self, tokens: Tensor, positions: Tensor | None = None, change: ContextChange = NO_CHANGE) -> Tensor:
         """Logits at every position, [B, T, V]."""
-        return self.head(self.norm(self.hidden(tokens, positions, change)))
+        return self.logits(self.hidden(tokens, positions, change))
 
     def last_logits(self, tokens: Tensor, last: int, change: ContextChange, cache: Cache | None = None) -> Tensor:
         """Logits at the last `last` positions only, [B, last, V]."""
-        return self.head(self.norm(self.hidden(tokens, change=change, cache=cache, last=last)))
+        return self.logits(self.hidden(tokens, change=change, cache=cache, last=last))
 
     def losses(
         self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None, change: ContextChange = NO_CHANGE
@@ -239,7 +244,7 @@ class GPT(nn.Module):
 
     def _block_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """Losses float32 [N] of targets [N] from the output x [N, C] of the last block. Compiled in training."""
-        return F.cross_entropy(self.head(self.norm(x)).float(), targets, reduction="none")
+        return F.cross_entropy(self.logits(x).float(), targets, reduction="none")
 
     def n_parameters(self) -> int:
         """A tied head counts once, also where it is stored apart in bfloat16 (engine/device.py)."""
@@ -260,6 +265,8 @@ def build_encoding(cfg: TrainConfig) -> Encoding:
         encoding = ScheduledEncodings(shape, encoding, cfg.pos, cfg.layers)
     if cfg.attention == "linear" and m.qk_norm:
         raise UserError("model.qk_norm=True: attention=linear has no use for it")
+    if cfg.attention == "linear" and m.attention_softcap is not None:
+        raise UserError(f"model.attention_softcap={m.attention_softcap}: attention=linear has no scores to cap")
     if cfg.attention == "linear" and (encoding.has_bias or encoding.sees_content):
         raise UserError(f"attention=linear: has no scores that pos={yaml_name('pos', cfg.pos)} could change")
     return encoding

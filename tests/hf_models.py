@@ -65,6 +65,20 @@ VISION = {
     "patch_size": 14,
 }
 IMAGES = {"text_config": GEMMA3, "vision_config": VISION, "mm_tokens_per_image": 4, "initializer_range": 0.3}
+GEMMA2 = {**GQA, **WINDOW, "head_dim": 16, "pad_token_id": 0, "query_pre_attn_scalar": 24, "num_hidden_layers": 3}
+MINISTRAL = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "original_max_position_embeddings": L,
+    "max_position_embeddings": 4 * L,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+MISTRAL3 = {**GQA, "head_dim": 16, "max_position_embeddings": 4 * L, "rope_parameters": MINISTRAL}
+PIXTRAL = {**VISION, "model_type": "pixtral", "head_dim": 16}
 MPT = {**COMMON, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 96}
 CASES = {
     "llama": ("Llama", {**GQA, "tie_word_embeddings": False}),
@@ -108,6 +122,28 @@ CASES = {
     "gemma3_text, biases, untied": (
         "Gemma3Text",
         {**GEMMA3, "attention_bias": True, "tie_word_embeddings": False, "hidden_activation": "silu"},
+    ),
+    # Caps that some scores and logits of these random weights reach
+    "gemma2": ("Gemma2", {**GEMMA2, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
+    "gemma2, no caps, untied": (
+        "Gemma2",
+        {
+            **GEMMA2,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2],
+        },
+    ),
+    "ministral3": ("Ministral3", MISTRAL3),
+    "ministral3, window, tied": (
+        "Ministral3",
+        {**MISTRAL3, **WINDOW, "tie_word_embeddings": True, "rope_parameters": {**MINISTRAL, "mscale": 0.5}},
+    ),
+    "mistral3": (
+        "Mistral3",
+        {"text_config": {**MISTRAL3, **WINDOW, "model_type": "ministral3"}, "vision_config": PIXTRAL},
     ),
     "olmo3": ("Olmo3", OLMO3),
     "olmo3, biases, tied": (
@@ -162,7 +198,7 @@ CASES = {
     "qwen2, window": ("Qwen2", QWEN_WINDOW),
     "qwen3, window": ("Qwen3", {**QWEN_WINDOW, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}),
 }
-NO_ROPE_TYPES = ("gptj", "gpt2", "bloom", "mpt", "gemma3,")  # the text part of gemma3 is gemma3_text
+NO_ROPE_TYPES = ("gptj", "gpt2", "bloom", "mpt", "gemma3,", "ministral3", "mistral3")  # or other families have them
 NO_ROPE = ("gpt2", "bloom", "mpt")
 BY_TYPE = ("gemma3", "olmo3")  # families with rope_parameters of each type of layer
 # Not with every rope type: what these change is not the rotation
@@ -171,6 +207,7 @@ SHORT = (
     "olmo3",
     "granite",
     "stablelm",
+    "gemma2",
     "gemma3_text",
     "smollm3",
     "cohere2",
@@ -216,6 +253,13 @@ def biases(model: torch.nn.Module) -> torch.nn.Module:
     return model.eval()
 
 
+def random_model(config: Any) -> torch.nn.Module:
+    """Of transformers, with this configuration."""
+    images = config.model_type == "mistral3"
+    auto = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+    return biases(auto.from_config(config))
+
+
 def save_random(family: str, rope: dict, folder: Path) -> torch.nn.Module:
     """A random model of transformers, saved to folder."""
     name, settings = CASES[family]
@@ -230,7 +274,7 @@ def save_random(family: str, rope: dict, folder: Path) -> torch.nn.Module:
     if name == "GPTNeoX" and rope:
         rope["rope_parameters"]["partial_rotary_factor"] = 0.5
     config = getattr(transformers, f"{name}Config")(**{**settings, **extended, **rope})
-    model = biases(transformers.AutoModelForCausalLM.from_config(config))
+    model = random_model(config)
     model.save_pretrained(folder)
     # Their tables of angles and biases end with the trained context, so they are built with a longer one
     edit(folder, **{"GPTJ": {"n_positions": L}, "Mpt": {"max_seq_len": L}}.get(name, {}))

@@ -321,9 +321,9 @@ def test_in_mixed_layers_cached_decoding_equals_a_full_forward(pos, layers):
 def test_masks_are_made_for_a_block_of_queries_at_a_time(pos, monkeypatch):
     plain, sizes = attention.attend_masked, []
 
-    def recorded(q, k, v, mask, scale=None):
+    def recorded(q, k, v, mask, *more):
         sizes.append(mask.shape[-2:])
-        return plain(q, k, v, mask, scale)
+        return plain(q, k, v, mask, *more)
 
     monkeypatch.setattr(attention, "attend_masked", recorded)
     monkeypatch.setattr(masks, "QUERY_BLOCK", 16)

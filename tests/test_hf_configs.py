@@ -357,7 +357,6 @@ REFUSED = {
     "Llama-3.2-1B-bnb-4bit": "quantization_config",
     "Mixtral-8x7B-v0.1": "model_type=mixtral",
     "gpt-oss-20b": "model_type=gpt_oss",
-    "gemma-2-2b": "model_type=gemma2",
 }
 
 

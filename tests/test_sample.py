@@ -70,10 +70,11 @@ def test_cached_decoding_equals_a_full_forward_at_every_length(pos, name):
 
 
 @pytest.mark.parametrize("name", ["none", "ntk", "window", "dynamic_ntk"])
-def test_linear_attention_and_grouped_keys_and_qk_norm_decode_alike(name):
+def test_linear_attention_and_the_variants_of_softmax_attention_decode_alike(name):
     olmo2 = ["model.residual=serial_post", "model.qk_norm=true", "model.qk_norm_all_heads=true", "model.n_kv_heads=1"]
     gemma3 = ["model.residual=serial_both", "model.mlp=geglu", "model.qk_norm=true"]
-    for more in (["attention=linear"], ["model.n_kv_heads=1"], ["model.qk_norm=true"], olmo2, gemma3):
+    caps = ["model.attention_softcap=2", "model.logit_softcap=5", "model.n_kv_heads=1"]
+    for more in (["attention=linear"], ["model.n_kv_heads=1"], ["model.qk_norm=true"], olmo2, gemma3, caps):
         model, trained = build("rope", *more)
         assert largest_difference(model, resolver(name, trained)) < 1e-3
 

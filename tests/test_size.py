@@ -12,17 +12,17 @@ from tests.source import ROOT, circle, code_lines, edges, functions, imports_of,
 # Limits, and where they are above the aim, the aim: a limit rises only with what a new feature needs
 BUDGETS = {
     "commands": 464,
-    "conf": 525,
+    "conf": 527,
     "data": 550,
     "engine": 785,
     "kernels": 340,
-    "model": 1400,
+    "model": 1414,
     "measure": 1300,
-    "hf": 1190,
+    "hf": 1220,
     "studies": 1535,
     "bench": 455,
-    "product": 8509,
-    "tests": 8040,
+    "product": 8585,
+    "tests": 8074,
 }
 AIMS = BUDGETS | {
     **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100, "studies": 1500},
