@@ -185,7 +185,7 @@ class Training:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.optim.clip)
         self.norm = distributed.full_tensor(norm)
         share = schedule(self.done, cfg.steps, cfg.optim)
-        self.lr = share * cfg.optim.lr
+        self.lr = share * self.optimizers[0].param_groups[0]["peak"]
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = share * group["peak"]

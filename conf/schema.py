@@ -107,7 +107,7 @@ class ModelConfig:
     mlp_ratio: int = setting(4, "the MLP's width, as a multiple of width", SIZE)
     mlp_width: int | None = setting(None, "null: mlp_ratio * width, and 2/3 of it with a gate", SIZE)
     tied_head: bool = setting(True, "the head's weight is that of the token embedding")
-    zero_init: bool = setting(False, "the matrices that write into the residual stream begin at 0")
+    zero_init: bool = setting(True, "the matrices that write into the residual stream begin at 0")
     norm: str = setting("rms", "layer is LayerNorm", one_of("rms", "layer"))
     norm_bias: bool = setting(True, "whether LayerNorm has biases; false for Cohere 2 and MPT")
     norm_eps: float = setting(1e-6, "is added to the mean square", above(0))
@@ -140,14 +140,12 @@ class OptimConfig:
     lr: float = setting(MISSING, "the peak", above(0))
     matrix_lr: float | None = setting(None, "the peak of Muon, for the matrices of the blocks; null: AdamW", above(0))
     momentum: float = setting(0.95, "of Muon", MOMENTUM)
+    ns_steps: int = setting(5, "of Muon's Newton-Schulz iteration", SIZE)
     warmup: int = setting(MISSING, "steps of linear warm-up", at_least(0))
-    stable: float = setting(
-        0.0, "share of the steps after it at the peak; then linear decay to the last step", MOMENTUM
-    )
     final_lr: float = setting(0.0, "at the last step, as a share of lr", SHARE)
     beta1: float = setting(0.9, "of the mean of the gradient", MOMENTUM)
     beta2: float = setting(0.95, "of the mean of its square", MOMENTUM)
-    weight_decay: float = setting(0.1, "on weight matrices only", at_least(0))
+    weight_decay: float = setting(0.1, "of the matrices of the blocks", at_least(0))
     clip: float = setting(1.0, "maximum norm of the gradient", above(0))
 
 

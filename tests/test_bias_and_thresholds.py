@@ -63,7 +63,7 @@ def test_alibis_mask_is_slope_times_distance_to_the_last_bit():
 def test_the_parameters_of_an_encoding_move_at_their_own_rate(factor):
     """With a constant gradient Adam moves every parameter by its learning rate. Three steps: nothing compounds."""
     model, lr = gpt.build(train_settings("pos=t5_bias", *SMALL, f"pos.lr_factor={factor}"), 50), 1e-3
-    (optimizer,) = make_optimizers(model, train_settings("optim.weight_decay=0", f"optim.lr={lr}").optim)
+    (optimizer,) = make_optimizers(model, train_settings("optim=adamw", "optim.weight_decay=0", f"optim.lr={lr}").optim)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -76,27 +76,22 @@ def test_the_parameters_of_an_encoding_move_at_their_own_rate(factor):
         assert torch.allclose(before[name] - p, torch.tensor(3 * rate), rtol=1e-3), name
 
 
-def test_without_a_factor_matrices_decay_and_vectors_do_not():
-    model = gpt.build(train_settings("pos=t5_bias", *SMALL, "pos.lr_factor=1", "model.mlp_bias=true"), 50)
-    optim, params = train_settings("optim.beta2=0.7").optim, list(model.parameters())
-    (optimizer,) = make_optimizers(model, optim)
-    matrices, vectors = ([p for p in params if (p.dim() == 2) == matrix] for matrix in (True, False))
-    for group, members, decay in zip(optimizer.param_groups, (matrices, vectors), (optim.weight_decay, 0), strict=True):
-        assert list(map(id, group["params"])) == list(map(id, members)) and group["weight_decay"] == decay
-        assert group["peak"] == optim.lr and group["betas"] == (optim.beta1, 0.7)
-
-
 @pytest.mark.parametrize("pos", ["t5_bias", "cope", "learned"])
-def test_muon_moves_the_matrices_of_the_blocks_and_adamw_everything_else(pos):
-    model = gpt.build(train_settings(f"pos={pos}", *SMALL), 50)
-    optim = train_settings("optim=muon", "optim.matrix_lr=0.07", "optim.lr=0.03").optim
-    adamw, muon = make_optimizers(model, optim)
+def test_muon_moves_the_matrices_of_the_blocks_which_alone_decay_and_adamw_everything_else(pos):
+    model = gpt.build(train_settings(f"pos={pos}", *SMALL, "model.mlp_bias=true"), 50)
+    model.pos.lr_scale = 2.0
     names = {id(p): name for name, p in model.named_parameters()}
-    of_muon, of_adamw = ([names[id(p)] for g in o.param_groups for p in g["params"]] for o in (muon, adamw))
-    assert sorted(of_muon + of_adamw) == sorted(names.values())
-    kinds = {"attention.qkv", "attention.out", "mlp.up", "mlp.down"}
-    assert {name.split(".", 2)[2].removesuffix(".weight") for name in of_muon} == kinds
-    assert {g["peak"] for g in muon.param_groups} == {0.07} and 0.03 in {g["peak"] for g in adamw.param_groups}
+    for choice in ("muon", "adamw"):
+        optim = train_settings(f"optim={choice}", "optim.lr=0.03", "optim.beta2=0.7").optim
+        adamw, *muon = make_optimizers(model, optim)
+        groups = [group for optimizer in (adamw, *muon) for group in optimizer.param_groups]
+        assert sorted(names[id(p)] for group in groups for p in group["params"]) == sorted(names.values())
+        (decaying,) = (group for group in groups if group["weight_decay"])
+        kinds = {"attention.qkv", "attention.out", "mlp.up", "mlp.down"}
+        assert {names[id(p)].split(".", 2)[2].removesuffix(".weight") for p in decaying["params"]} == kinds
+        assert decaying["weight_decay"] == optim.weight_decay and decaying["peak"] == 2 * (optim.matrix_lr or 0.03)
+        assert [m.param_groups[0] for m in muon] == ([decaying] if choice == "muon" else [])
+        assert adamw.param_groups[0]["peak"] == 0.06 and adamw.param_groups[0]["betas"] == (0.9, 0.7)
 
 
 # ---- thresholds in rotations ----

@@ -64,10 +64,9 @@ def test_the_curves_of_a_run_are_those_of_eval(run, monkeypatch):
 
 
 def test_a_trained_model_is_that_of_train(run):
-    """The same initial weights, batches, optimizer and schedule: after 20 steps the same loss of held-out windows."""
+    """The same initial weights, batches, optimizers and schedule: after 20 steps the same loss of held-out windows, but
+    for Muon's products, which are in bfloat16: other weights of the same model by 1e-7 change this loss by 6e-4."""
     model = minimal.train(CONFIG, run.corpus)
     with torch.no_grad():
         loss = model.losses(validation_windows(run.corpus, CONFIG.ctx, run.cfg.val_windows), CONFIG.ctx).mean().item()
-    assert run.validation["loss"] == pytest.approx(loss, abs=1e-4)
-    other = minimal.GPT(CONFIG, run.corpus.vocab_size)
-    assert other.blocks[1].out.weight.std().item() == pytest.approx(64**-0.5 / 2, rel=0.05)
+    assert run.validation["loss"] == pytest.approx(loss, abs=2e-3)

@@ -3,7 +3,8 @@
 To add one, write two files; nothing else changes:
   model/pos/FILE.py    a subclass of Encoding, bound to the name `build`. Its knobs are the parameters of __init__ after
                        shape; they are checked against their type hints.
-  conf/pos/NAME.yaml   `kind: FILE` and a value for every knob. Several yamls may share one kind.
+  conf/pos/NAME.yaml   `kind: FILE` and a value for every knob. Several yamls may share one kind. `lr_scale: 2.0`, if
+                       the encoding trains better at twice the learning rates of optim=.
 Then `python train.py pos=NAME` trains with it, and the tests run it too.
 """
 
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conf.registry import build_from_knobs, load_kind
+from conf.errors import check
+from conf.registry import build_from_knobs, check_type, load_kind
 from model.scaling import ContextChange
 
 
@@ -50,6 +52,8 @@ class Encoding(nn.Module):
     # The learning rate of the encoding's own parameters, as a multiple of optim.lr. If it is not 1, these parameters
     # have no weight decay (engine/optimizer.py).
     lr_factor: float = 1.0
+    # All learning rates of a training with this encoding, as a multiple of those of optim=: `lr_scale` of its yaml
+    lr_scale: float = 1.0
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -115,7 +119,12 @@ class Encoding(nn.Module):
 
 def build(knobs: dict, shape: Shape) -> Encoding:
     """The encoding of these knobs, a yaml of conf/pos."""
-    return build_from_knobs(load_kind("model.pos", knobs["kind"], "build"), knobs, "pos", shape)
+    own = {key: value for key, value in knobs.items() if key != "lr_scale"}
+    encoding = build_from_knobs(load_kind("model.pos", knobs["kind"], "build"), own, "pos", shape)
+    encoding.lr_scale = knobs.get("lr_scale", Encoding.lr_scale)
+    check_type("pos.lr_scale", encoding.lr_scale, float)
+    check(encoding.lr_scale > 0, "pos.lr_scale", encoding.lr_scale, "above 0")
+    return encoding
 
 
 # ---- for encodings ----
