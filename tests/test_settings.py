@@ -10,9 +10,10 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings, strategies as st
+from hypothesis import HealthCheck, event, example, given, settings, strategies as st
 
 import eval as evaluation
 import sample
@@ -39,19 +40,42 @@ ELSEWHERE = ("runs", "cache", "name", "device")  # where they are what others wo
 TEXTS = ("prompt", "project", "run", "init", "exp", "key_tokens")  # of which nan is a fine one
 
 
+def own_keys(schema: Any, prefix: str = "") -> dict[str, object]:
+    """{key: default} of a dataclass; MISSING where it has none."""
+    return {prefix + f.name: f.default for f in fields(schema) if f.name not in ELSEWHERE}
+
+
 def keys(command: str) -> list[str]:
     """All settings of a command, with those of its groups."""
     _, schema, groups, _ = COMMANDS[command]
     of_groups = [f"{group}.{key}" for group in groups for name in choices(group) for key in yaml_values(group, name)]
-    if command == "train":
-        of_groups += [f"model.{f.name}" for f in fields(ModelConfig)] + [f"optim.{f.name}" for f in fields(OptimConfig)]
-    own = [f.name for f in fields(schema) if f.name not in ELSEWHERE]
-    return sorted({*own, *of_groups})
+    parts = {**own_keys(ModelConfig, "model."), **own_keys(OptimConfig, "optim.")} if command == "train" else {}
+    return sorted({*own_keys(schema), *parts, *of_groups})
+
+
+@st.composite
+def usual(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A command with one choice of a group, and up to two settings of it or of the command with a likely value."""
+    command = draw(st.sampled_from(sorted(COMMANDS)))
+    _, schema, groups, short = COMMANDS[command]
+    group = draw(st.sampled_from([g for g in groups if g not in ("model", "layers")]))
+    name = draw(st.sampled_from(choices(group)))
+    likely = {f"{group}.{key}": value for key, value in yaml_values(group, name).items() if key != "kind"}
+    likely |= {key: value for key, value in own_keys(schema).items() if isinstance(value, bool | int | float)}
+    likely = {key: value for key, value in likely.items() if not any(a.startswith(f"{key}=") for a in short)}
+    arguments = [f"{group}={name}"]
+    for key in draw(st.lists(st.sampled_from(sorted(likely)), unique=True, max_size=2)):
+        number = isinstance(value := likely[key], int | float) and not isinstance(value, bool)
+        values = [not value] if isinstance(value, bool) else [2 * value, value // 2] if number else ["null"]
+        arguments.append(f"{key}={draw(st.sampled_from([value, *values]))}")
+    return command, arguments
 
 
 @st.composite
 def commands(draw: st.DrawFn) -> tuple[str, list[str]]:
     """A command, choices of some of its groups, and one to three settings: also appended (+) and deleted (~) ones."""
+    if draw(st.booleans()):
+        return draw(usual())
     command = draw(st.sampled_from(sorted(COMMANDS)))
     groups = draw(st.lists(st.sampled_from(COMMANDS[command][2]), unique=True, max_size=2))
     arguments = [f"{group}={draw(st.sampled_from(choices(group)))}" for group in groups]
@@ -102,6 +126,7 @@ def test_any_settings_run_or_end_with_a_message(folder, command):
     shutil.rmtree("runs/x/eval", ignore_errors=True)
     code, _, err = run_command(main, [*short, *arguments], folder)
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    event("ran" if code == 0 else "one line of ours" if lines else "Hydra's words")  # --hypothesis-show-statistics
     assert (code, len(lines)) in ((0, 0), (1, 1)) or (code == 1 and refused_by_hydra(err)), err
     numbers = [a for a in arguments if re.search(r"(nan|inf|1e999)\b", a) and not a.lstrip("+").startswith(TEXTS)]
     assert code == 1 or not numbers, "a number that is not finite was accepted"
