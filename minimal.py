@@ -138,7 +138,7 @@ def train(cfg: Config, corpus: Corpus) -> GPT:
     model = GPT(cfg, corpus.vocab_size).to(DEVICE)
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() == 1] + [model.tokens.weight]
-    muon = torch.optim.Muon(matrices, cfg.matrix_lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(matrices, cfg.matrix_lr, weight_decay=0.1, ns_steps=3, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(others, cfg.lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
     for step in range(cfg.steps):
         share = min((step + 1) / cfg.warmup, (cfg.steps - step) / max(1, cfg.steps - cfg.warmup))  # up, then down
