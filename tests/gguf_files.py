@@ -27,28 +27,9 @@ CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 def byte_level_vocabulary() -> tuple[list[str], list[str]]:
     """(tokens, merges): all bytes, and merges of two and three letters."""
-    letters, merges = byte_letters(), []
-    tokens = ["<|endoftext|>", "<|user|>", *letters]
-    space, newline = letters[32], letters[10]
-    pairs = [
-        ("r", "e"),
-        ("t", "u"),
-        ("tu", "r"),
-        (space, "a"),
-        (space, space),
-        ("i", "m"),
-        ("im", "e"),
-        ("e", "f"),
-        (newline, space),
-        ("r", "n"),
-        ("1", "2"),
-        (f"{space}{space}", space),
-        ("d", "ef"),
-    ]
-    for a, b in pairs:
-        merges.append(f"{a} {b}")
-        tokens.append(a + b)
-    return tokens, merges
+    pairs = "r+e t+u tu+r Ġ+a Ġ+Ġ i+m im+e e+f Ċ+Ġ r+n 1+2 ĠĠ+Ġ d+ef"  # Ġ, Ċ: the letters of space and newline
+    merges = [pair.replace("+", " ") for pair in pairs.split()]
+    return ["<|endoftext|>", "<|user|>", *byte_letters(), *(pair.replace("+", "") for pair in pairs.split())], merges
 
 
 def sentencepiece_vocabulary() -> tuple[list[str], list[float], list[int]]:

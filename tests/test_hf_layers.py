@@ -108,17 +108,8 @@ def test_eval_names_the_schedule_and_measures_the_controls(here, capsys):
     tokenizer.post_processor = begin
     tokenizer.save("model/tokenizer.json")
     write_documents(here)
-    run_eval(
-        "run=hf:model",
-        "data=text",
-        "data.files=docs/*.txt",
-        "ctx=64",
-        "documents=2",
-        "task.windows=1",
-        "task.scored_tokens=16",
-        "scaling=yarn",
-        "dtype=float32",
-    )
+    few = ("ctx=64", "documents=2", "task.windows=1", "task.scored_tokens=16")
+    run_eval("run=hf:model", "data=text", "data.files=docs/*.txt", *few, "scaling=yarn", "dtype=float32")
     out = capsys.readouterr().out
     assert "layers=gemma3_text (LLGLL)" in out
     assert "note: its tokenizer puts <eos> at the beginning of a text; none is added here" in out
