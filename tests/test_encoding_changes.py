@@ -15,7 +15,7 @@ from tests.helpers import line_of, run_eval, run_train, train_smoke_runs
 
 pytestmark = pytest.mark.process
 
-FROZEN = ("steps=1", "optim.lr=1e-12", "optim.warmup=0")  # keeps the weights
+FROZEN = ("steps=1", "optim=adamw", "optim.lr=1e-12", "optim.warmup=0")  # keeps the weights
 
 
 @pytest.fixture(scope="module")

@@ -123,8 +123,8 @@ def test_there_and_back(family, here, monkeypatch):
     """A checkpoint, fine-tuned by a step of almost no length and exported: the same model, in the same family."""
     save_complete(family)
     write_documents(here)
-    argv = ["exp=smoke", "init=hf:model", "data=text", "data.files=docs/*.txt", f"ctx={L}", "steps=1", "optim.lr=1e-9"]
-    monkeypatch.setattr("sys.argv", ["train.py", *argv, "name=x"])
+    argv = "exp=smoke init=hf:model data=text data.files=docs/*.txt name=x steps=1 optim=adamw optim.lr=1e-9".split()
+    monkeypatch.setattr("sys.argv", ["train.py", *argv, f"ctx={L}"])
     train.main()
     monkeypatch.setattr("sys.argv", ["export.py", "run=x", "out=back"])
     export.main()
