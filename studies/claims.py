@@ -13,7 +13,7 @@ none, `bar` for the better control) and @ with a length in trained contexts L: `
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +101,11 @@ class At:
 
     run: str  # name in the matrix without its seed, such as rope, base500 or pi-200
     label: str  # of the method in evaluation: none, window, yarn, "ntk factor=fixed"; shifted, unshifted; or BAR
-    n: float  # in trained contexts, and after claims.in_tokens in tokens
+    n: int  # tokens
 
     def __str__(self) -> str:
         method = "" if self.label == "none" else f" {self.label}"
-        return f"{self.run}{method} @{self.n:g}"
+        return f"{self.run}{method} @{self.n}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Check:
 
     absolute: compare the mean over windows and documents of |loss(a) - loss(b)|, for claims that two losses differ or
     are equal. since: compare how much the loss has risen since this length without scaling, instead of the losses, for
-    claims about models that are not equally good there; in the same unit as At.n.
+    claims about models that are not equally good there.
     """
 
     a: At
@@ -122,14 +122,14 @@ class Check:
     margin: float = 0.0
     less: bool = False
     absolute: bool = False
-    since: float | None = None
+    since: int | None = None
 
     def measure(self, rows: Rows) -> Estimate | None:
         """The mean of loss(a) - loss(b) over seeds, documents and windows that both have; None if there are none."""
-        plus, minus = ([rows.find(at.run, at.label, int(at.n))] for at in (self.a, self.b))
+        plus, minus = ([rows.find(at.run, at.label, at.n)] for at in (self.a, self.b))
         if self.since is not None:
-            plus.append(rows.find(self.b.run, "none", int(self.since)))
-            minus.append(rows.find(self.a.run, "none", int(self.since)))
+            plus.append(rows.find(self.b.run, "none", self.since))
+            minus.append(rows.find(self.a.run, "none", self.since))
         values = contrast(plus, minus, self.absolute)
         return estimate(values) if len(values) else None
 
@@ -146,14 +146,14 @@ class DecayCheck(Check):
 
     def score(self, at: At) -> float:
         inv_freq = frequencies(HEAD_DIM, float(at.label.split()[1]))
-        return score(inv_freq, POSITIONS)[int(at.n) :].mean().item()
+        return score(inv_freq, POSITIONS)[at.n :].mean().item()
 
 
 @dataclass(frozen=True)
 class Claim:
     """A published claim. It holds if all checks do."""
 
-    text: str
+    claim: str
     source: str
     reported: str  # what the source reports, at its scale
     checks: list[Check]
@@ -169,25 +169,22 @@ CONDITION = r"(\S+)(?: (.+))? @([\d.]+)"
 CHECK = r"(.+ @[\d.]+) (>|is no worse than|differs from|equals) (.+? @[\d.]+)(?: by ([\d.]+))?(?: since @([\d.]+))?"
 
 
-def read_claims(study: str) -> list[Claim]:
-    """The claims about the rows of this study, `matrix` or `layers`."""
+def read_claims(study: str, L: int) -> list[Claim]:
+    """The claims about the rows of this study, `matrix` or `layers`. L: the trained context, tokens."""
     claims = yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text(encoding="utf-8"))[study]
-    return [read_claim(**claim) for claim in claims]
+    return [Claim(checks=[read_check(text, L) for text in claim.pop("checks")], **claim) for claim in claims]
 
 
-def read_claim(claim: str, source: str, reported: str, checks: list[str], by_construction: bool = False) -> Claim:
-    return Claim(claim, source, reported, [read_check(text) for text in checks], by_construction)
-
-
-def read_check(text: str) -> Check:
-    """The check that this text describes."""
+def read_check(text: str, L: int) -> Check:
+    """The check that this text describes, whose lengths are in trained contexts L, with its lengths in tokens."""
     first, relation, second, by, since = fully(CHECK, text)
-    a, b = (At(run, label or "none", float(n)) for run, label, n in (fully(CONDITION, at) for at in (first, second)))
+    conditions = (fully(CONDITION, at) for at in (first, second))
+    a, b = (At(run, label or "none", round(float(n) * L)) for run, label, n in conditions)
     if a.run == "decay":
         return DecayCheck(a, b)
     if relation == ">":
-        return Check(a, b, float(by or 0), since=None if since is None else float(since))
-    of_this_length = margin(max(a.n, b.n), one_run=a.run == b.run)
+        return Check(a, b, float(by or 0), since=round(float(since) * L) if since else None)
+    of_this_length = margin(max(a.n, b.n) / L, one_run=a.run == b.run)
     absolute = relation != "is no worse than"
     return Check(a, b, of_this_length, less=relation != "differs from", absolute=absolute)
 
@@ -206,12 +203,6 @@ def margin(n: float, one_run: bool) -> float:
 
 
 # ---- verdicts ----
-
-
-def in_tokens(check: Check, L: int) -> Check:
-    """The check with its lengths in tokens instead of trained contexts. L: the trained context in tokens."""
-    a, b = (replace(at, n=round(at.n * L)) for at in (check.a, check.b))
-    return replace(check, a=a, b=b, since=None if check.since is None else round(check.since * L))
 
 
 def p_values(check: Check, result: Estimate) -> tuple[float, float]:
@@ -250,10 +241,9 @@ def what_would_decide(results: Sequence[tuple[Check, Estimate]]) -> str:
     return f"{min(enough) if wrong else max(enough)} seeds would decide"
 
 
-def measure(claim: Claim, sources: Sequence[Rows], L: int) -> tuple[Measured, str]:
-    """(the checks in tokens with their results, the mark of the rows): of the first source that has all conditions."""
-    checks = [in_tokens(check, L) for check in claim.checks]
-    found = [([(check, check.measure(rows)) for check in checks], rows.mark) for rows in sources]
+def measure(claim: Claim, sources: Sequence[Rows]) -> tuple[Measured, str]:
+    """(the checks with their results, the mark of the rows): of the first source that has all conditions."""
+    found = [([(check, check.measure(rows)) for check in claim.checks], rows.mark) for rows in sources]
     return next((x for x in found if all(result is not None for _, result in x[0])), found[0])
 
 
@@ -273,7 +263,7 @@ def describe(check: Check, result: Estimate | None) -> str:
     if check.absolute:
         difference = f"abs({difference})"
     if check.since is not None:
-        difference = f"({difference}) since @{check.since:g}"
+        difference = f"({difference}) since @{check.since}"
     sign = "<" if check.less else ">"
     return f"{difference} {sign} {check.margin:.2g}: {MISSING if result is None else estimate_text(result)}"
 
@@ -303,15 +293,15 @@ def seeds_of(measured: Measured) -> int:
     return min(result.seeds if result else 0 for _, result in measured)
 
 
-def claims_sections(sources: Sequence[Rows], L: int, claims: Sequence[Claim]) -> tuple[list[str], list[str]]:
+def claims_sections(sources: Sequence[Rows], claims: Sequence[Claim]) -> tuple[list[str], list[str]]:
     """(the table of the measured claims, the table of those by construction). Both have the numbers in `claims`."""
-    results = [measure(claim, sources, L) for claim in claims]
+    results = [measure(claim, sources) for claim in claims]
     tests = [measured for claim, (measured, _) in zip(claims, results, strict=True) if not claim.by_construction]
     q = iter(with_q([decide(measured)[1] for measured in tests]))
     tables = [MEASURED], [BY_CONSTRUCTION]
     for number, (claim, (measured, mark)) in enumerate(zip(claims, results, strict=True), 1):
         differences = "; ".join(describe(check, result) for check, result in measured)
-        cells = [str(number), claim.text, f"{claim.source}: {claim.reported}", differences, str(seeds_of(measured))]
+        cells = [str(number), claim.claim, f"{claim.source}: {claim.reported}", differences, str(seeds_of(measured))]
         cells += [] if claim.by_construction else [q_text(next(q))]
         tables[claim.by_construction].append(line([*cells, verdict_text(measured, mark)]))
     return tables
@@ -347,7 +337,7 @@ def report(sources: Sequence[Rows]) -> str:
     L = sources[0].trained_ctx
     words = {"holds": HOLDS, "refuted": REFUTED, "undecided": UNDECIDED, "missing": MISSING, "old": OLD}
     margins = {"between": margins_text(MARGINS_BETWEEN_RUNS), "within": margins_text(MARGINS_WITHIN_A_RUN)}
-    measured, by_construction = claims_sections(sources, L, read_claims("matrix"))
+    measured, by_construction = claims_sections(sources, read_claims("matrix", L))
     head = HEAD.format(L=L, alpha=ALPHA, **words, **margins).rstrip()
     return "\n".join([head, *measured, *pi_section(sources, L), *by_construction]) + "\n"
 

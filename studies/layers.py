@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from conf.errors import user_errors
 from conf.registry import ROOT
 from studies.claims import claims_sections, read_claims
-from studies.rows import Rows, header, line, report_command
-from studies.tables import gain, gain_cells, perplexity
+from studies.rows import Rows, report_command
+from studies.tables import by_condition, gain, gain_table
 
 HEAD = """# Newer encodings, layer schedules and changed encodings
 
@@ -42,22 +42,6 @@ def conditions(rows: Rows) -> dict[tuple[str, str], str]:
     return {(run, label): f"`{run}`" + ("" if label == "none" else f", {label}") for run, label in pairs}
 
 
-def perplexity_table(rows: Rows) -> list[str]:
-    """A line for each condition, with the perplexity at each length."""
-    ns = sorted({row.n for row in rows.rows})
-    lines = [line([name, *(perplexity(rows, *pair, n) for n in ns)]) for pair, name in conditions(rows).items()]
-    return [*header(["", *(f"n = {n}" for n in ns)]), *lines]
-
-
-def gain_table(rows: Rows, L: int) -> list[str]:
-    """A line for each condition, with its gain over the better control at each length past its trained context."""
-    ns, names = sorted({row.n for row in rows.rows if row.n > L}), conditions(rows)
-    trained = {row.name: row.longest_trained_ctx for row in rows.rows}
-    gains = [[gain(rows, *pair, n) if n > trained[pair[0]] else "" for n in ns] for pair in names]
-    lines = [line([name, *cells]) for name, cells in zip(names.values(), gain_cells(gains), strict=True)]
-    return ["", GAINS, *header(["", *(f"n = {n}" for n in ns)]), *lines]
-
-
 def precisions(rows: Rows) -> list[str]:
     """Which runs were trained and evaluated in which dtype, if there are several."""
     runs: dict[str, list[str]] = {}
@@ -73,8 +57,15 @@ def report(sources: Sequence[Rows]) -> str:
     """The text of results/layers.md."""
     (rows,) = sources
     L = rows.trained_ctx
-    measured, _ = claims_sections(sources, L, read_claims("layers"))
-    tables = [*perplexity_table(rows), *precisions(rows), *gain_table(rows, L)]
+    measured, _ = claims_sections(sources, read_claims("layers", L))
+    ns, names = sorted({row.n for row in rows.rows}), conditions(rows)
+    trained, beyond = {row.name: row.longest_trained_ctx for row in rows.rows}, [n for n in ns if n > L]
+    cells = {
+        name: [gain(rows, run, label, n) if n > trained[run] else "" for n in beyond]
+        for (run, label), name in names.items()
+    }
+    tables = [*by_condition(rows, names, ns), *precisions(rows), "", GAINS]
+    tables += gain_table([f"n = {n}" for n in beyond], cells)
     return "\n".join([HEAD.format(L=L, four_L=4 * L), *tables, *measured]) + "\n"
 
 

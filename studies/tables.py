@@ -96,6 +96,12 @@ def by_length(rows: Rows, runs: dict[str, str], ns: list[int]) -> list[str]:
     return lines
 
 
+def by_condition(rows: Rows, names: dict[tuple[str, str], str], ns: list[int]) -> list[str]:
+    """A table of conditions, a column for each length. names: (run, label of the method) -> its name in the table"""
+    lines = [line([name, *(perplexity(rows, *pair, n) for n in ns)]) for pair, name in names.items()]
+    return [*header(["", *(f"n = {n}" for n in ns)]), *lines]
+
+
 def order_of(rows: Rows, run: str, label: str, n: int) -> float:
     """The mean loss over seeds, as a sort key; infinite if there are no rows."""
     losses = rows.losses(run, label, n)
@@ -150,21 +156,21 @@ def rope_section(rows: Rows, L: int) -> list[str]:
     """RoPE with every scaling method: perplexity, then gain over the bar past L. Sorted by the loss at 2 L."""
     methods, ns = methods_of(rows, L), rows.lengths("encodings")
     text = ["", heading("RoPE with every scaling method", rows)]
-    text += ["`python -m studies.matrix --only rope-s0,rope-s1,rope-s2`\n", *header(["", *(f"n = {n}" for n in ns)])]
-    text += [line([f"`{m}`", *(perplexity(rows, "rope", m, n) for n in ns)]) for m in methods]
+    text += ["`python -m studies.matrix --only rope-s0,rope-s1,rope-s2`\n"]
+    text += by_condition(rows, {("rope", m): f"`{m}`" for m in methods}, ns)
 
     beyond = [n for n in ns if n > L]
     seeds = len(rows.find("rope", "none", L))
     text += [f"\nGain over the bar in nats per token, with 95 % intervals over {seeds} seeds and documents, and q:\n"]
-    text += header(["", *(f"{n / L:g}x" for n in beyond)])
     # Methods with a fixed factor ("pi factor=fixed") are left out: they are measured for their loss within L only
-    shown = [m for m in methods if "=" not in m]
-    return text + gain_lines(shown, [[gain(rows, "rope", m, n) for n in beyond] for m in shown])
+    gains = {f"`{m}`": [gain(rows, "rope", m, n) for n in beyond] for m in methods if "=" not in m}
+    return text + gain_table([f"{n / L:g}x" for n in beyond], gains)
 
 
-def gain_lines(methods: list[str], gains: list[list[Estimate | str]]) -> list[str]:
-    """A line for each method. gains: [methods, columns]"""
-    return [line([f"`{m}`", *cells]) for m, cells in zip(methods, gain_cells(gains), strict=True)]
+def gain_table(columns: list[str], gains: dict[str, list[Estimate | str]]) -> list[str]:
+    """A table of gains: name of a line -> its cells."""
+    lines = zip(gains, gain_cells([*gains.values()]), strict=True)
+    return [*header(["", *columns]), *(line([name, *cells]) for name, cells in lines)]
 
 
 def other_rotary_section(rows: Rows, L: int) -> list[str]:
@@ -176,8 +182,8 @@ def other_rotary_section(rows: Rows, L: int) -> list[str]:
         title = f"Other rotary encodings with every scaling method: gain over the bar at n = {n}"
         counts = {run: len(rows.find(run, "yarn", n)) for run in ["rope", *rotary]}
         columns = [f"`{run}`, {count} seed{'' if count == 1 else 's'}" for run, count in counts.items()]
-        text += ["", heading(title, rows), *header(["", *columns])]
-        text += gain_lines(single, [[gain(rows, run, m, n) for run in counts] for m in single])
+        gains = {f"`{m}`": [gain(rows, run, m, n) for run in counts] for m in single}
+        text += ["", heading(title, rows), *gain_table(columns, gains)]
     return text
 
 
