@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from conf.errors import UserError, user_errors
+from conf.errors import user_errors
 from conf.registry import ROOT
 from engine.files import commit, write_atomically
 from hf.open import open_checkpoint, read_settings
@@ -74,10 +74,8 @@ def folder(args: argparse.Namespace, corpus: str) -> Path:
 
 
 def read_evaluation(args: argparse.Namespace, corpus: str) -> Rows:
-    """The rows of all curves on this corpus. UserError if there is none."""
+    """The rows of all curves on this corpus."""
     files = sorted(folder(args, corpus).glob("*/eval/*.jsonl"))
-    if not files:
-        raise UserError(f"{folder(args, corpus)}: no curves: python -m studies.real measures them")
     origin = {"part": corpus, "commit": commit(), "command": f"python -m studies.real --documents {args.documents}"}
     return Rows([StudyRow(**asdict(row), **origin) for file in files for row in read_curve(file).rows])
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conf.errors import UserError
 from studies import real
 from studies.rows import MATRIX, Rows, read_rows, study_row
 from tests.helpers import ROOT, write_documents
@@ -73,11 +72,3 @@ def test_the_command_writes_rows_tables_and_figure_and_is_resumable(tmp_path, mo
     monkeypatch.setattr(sys, "argv", [*argv[:1], "--runs", "elsewhere", "--minutes", "0", *argv[1:]])
     with pytest.raises(SystemExit, match="run the same command again to resume"):
         real.main()
-
-
-def test_without_curves_the_command_says_how_to_measure_them(tmp_path):
-    class Arguments:
-        run, runs, documents, scored_tokens, overrides = "gguf:x", str(tmp_path), 3, 32, ()
-
-    with pytest.raises(UserError, match=r"no curves: python -m studies\.real"):
-        real.read_evaluation(Arguments(), "sympy")
