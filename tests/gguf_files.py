@@ -9,19 +9,12 @@ import pytest
 import torch
 
 from data.tokenizer import byte_letters
-from tests.hf_models import biases, transformers
+from tests.hf_models import CASES, biases, transformers
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 
 L = 64
-SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": L,
-}
+SHAPE = {**CASES["qwen2"][1], "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": L}
 CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
@@ -46,11 +39,9 @@ def sentencepiece_vocabulary() -> tuple[list[str], list[float], list[int]]:
 
 
 def random_model(arch: str, vocab_size: int = 271, tied: bool = False, **settings: Any) -> torch.nn.Module:
-    settings = {"rope_theta": 5000.0, **settings}
+    about = {"vocab_size": vocab_size, "tie_word_embeddings": tied, "rope_theta": 5000.0}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{CLASSES[arch]}Config")(
-        **SHAPE, vocab_size=vocab_size, initializer_range=0.3, tie_word_embeddings=tied, **settings
-    )
+    config = getattr(transformers, f"{CLASSES[arch]}Config")(**{**SHAPE, **about, **settings})
     return biases(transformers.AutoModelForCausalLM.from_config(config))
 
 
