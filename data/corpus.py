@@ -14,6 +14,8 @@ import hashlib
 import json
 import shutil
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,21 +111,30 @@ def _sha256(path: Path) -> str:
 def build(folder: Path, cfg: dict, tokenizer_json: str | None) -> None:
     """Write the corpus of cfg (a yaml of conf/data) to a new folder. tokenizer_json: see `prepare`.
 
-    It is written to a temporary folder beside it and renamed, so that no reader ever sees an incomplete one. One
-    process at a time does so; the others wait and use its folder.
+    One process at a time does so; the others wait and use its folder.
     """
-    temporary = folder.with_name(f"{folder.name}.tmp")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / ".lock"):
         if folder.exists():
             return
-        shutil.rmtree(temporary, ignore_errors=True)  # what a killed process left
-        temporary.mkdir()
-        try:
+        with new_folder(folder) as temporary:
             _write(temporary, cfg, call_corpus(cfg, "documents"), tokenizer_json)
-            temporary.rename(folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # so that a full disk is not kept full
+
+
+@contextmanager
+def new_folder(folder: Path) -> Generator[Path]:
+    """Context manager: a temporary folder that is renamed in the end, so that no reader ever sees an incomplete one.
+
+    What a killed process left there is removed, and what an error leaves, so that a full disk is not kept full.
+    """
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def split(documents: list[tuple[str, str]], holdout: int) -> tuple[list, list]:

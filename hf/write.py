@@ -5,7 +5,6 @@ is approximated.
 """
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 from conf.errors import UserError, check, file_errors
 from conf.registry import describe
 from conf.schema import ModelConfig, TrainConfig
-from data.corpus import Corpus
+from data.corpus import Corpus, new_folder
 from engine.run import Run
 from hf.checkpoint import Config
 from hf.families import FAMILIES, model_keys, read_model, read_settings
@@ -66,20 +65,13 @@ def write_checkpoint(run: Run, out: Path) -> str:
     # A copy of each: safetensors refuses tensors that share memory, as the parts of a fused one do
     tensors = from_ours(family.table, cfg.model, state)
     tensors = {name: x.float().contiguous().clone() for name, x in tensors.items()}
-    # Written to a temporary folder and renamed, so that a full disk leaves nothing that looks complete
     with file_errors(f"out={out}: cannot be written"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = out.with_name(f".{out.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)  # what a killed process left
-        temporary.mkdir()
-        try:
+        with new_folder(out) as temporary:
             for name, text in files.items():
                 (temporary / name).write_text(text, encoding="utf-8")
             # Not by save_file, whose error on a full disk is no OSError
             (temporary / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
-            temporary.rename(out)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
     return model_type
 
 

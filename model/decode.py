@@ -1,4 +1,4 @@
-"""Decoding token by token: the logits after a growing text."""
+"""Decoding token by token: the logits after a growing text; a file of its own: training does without it."""
 
 from collections.abc import Callable
 
@@ -10,14 +10,10 @@ from model.gpt import GPT
 from model.scaling import ContextChange
 
 
-def same_change(a: ContextChange, b: ContextChange) -> bool:
-    """Whether the model computes the same under both (the factor is only for logs)."""
-    if len(a.by_type) != len(b.by_type) or not all(map(same_change, a.by_type, b.by_type)):
-        return False
-    x, y = ({k: v for k, v in change.overrides().items() if k not in ("factor", "by_type")} for change in (a, b))
-    if x.keys() != y.keys():
-        return False
-    return all(torch.equal(v, y[k]) if isinstance(v, Tensor) else v == y[k] for k, v in x.items())
+def computed(change: ContextChange) -> dict:
+    """What the model computes by: equal for two changes under which it computes the same."""
+    values = {**change.overrides(), "factor": None, "by_type": tuple(map(computed, change.by_type))}
+    return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in values.items()}
 
 
 class Decoder:
@@ -42,7 +38,7 @@ class Decoder:
         text must begin with the text of the previous call, and be longer by at least one token.
         """
         change = self.change_at(text.shape[1])
-        stale = self.change is not None and not same_change(change, self.change)
+        stale = self.change is not None and computed(change) != computed(self.change)
         if stale and self.decode == "exact":
             self.cache = Cache()
         self.change = change

@@ -4,7 +4,7 @@ ReRoPE, SelfExtend and Dual Chunk Attention keep all relative positions within t
 ContextChange.position_map holds a map. It is a frozen dataclass of numbers, so that two maps are equal if they change
 the same. `widen` makes one attention of all regions (model/attention.py).
 
-An example: Clipped(size=3) with leak inf, which keeps the distances 0, 1 and 2 and rotates all larger ones by 3. It has
+An example: Clipped(near=3) with leak inf, which keeps the distances 0, 1 and 2 and rotates all larger ones by 3. It has
 one region, whose `end` is m - 2: query m = 5 has the keys 0, 1, 2 in it, and keys 3, 4, 5 keep their positions.
 
     key n                  0  1  2  3  4  5
@@ -45,13 +45,11 @@ class Region:
     start: int = 0
 
 
+@dataclass(frozen=True)
 class PositionMap:
-    """The base class of maps."""
+    """The base class of maps. near: the longest text, in tokens, that has no pair in any region."""
 
-    @property
-    def unchanged_up_to(self) -> int:
-        """The longest text, in tokens, that has no pair in any region."""
-        raise NotImplementedError
+    near: int
 
     def regions(self) -> list[Region]:
         """From near to far. Pairs that are in none of them, the nearest ones, keep their positions."""
@@ -60,18 +58,13 @@ class PositionMap:
 
 @dataclass(frozen=True)
 class Clipped(PositionMap):
-    """A key at distance r >= size is rotated as if at distance size + (r - size) / leak. leak inf: as if at size."""
+    """A key at distance r >= near is rotated as if at distance near + (r - near) / leak. leak inf: as if at near."""
 
-    size: int
     leak: float = math.inf
 
-    @property
-    def unchanged_up_to(self) -> int:
-        return self.size
-
     def regions(self) -> list[Region]:
-        # q - k = size + (m - size) / leak - n / leak
-        return [Region(lambda m: m - self.size + 1, slow=self.leak, start=self.size)]
+        # q - k = near + (m - near) / leak - n / leak
+        return [Region(lambda m: m - self.near + 1, slow=self.leak, start=self.near)]
 
 
 def checked_size(size: int | None, default: int, L: int) -> int:

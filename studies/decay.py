@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from conf.errors import UserError, user_errors
-from conf.registry import yaml_values
+from conf.errors import user_errors
+from conf.registry import ROOT, yaml_values
 from kernels import cos_sin, phase, rotate
 from measure import plots
 from model.scaling import TrainedContext
 from model.spectrum import frequencies
 from studies.spectrum import scaled, write_csv
 
-HEAD_DIM, POSITIONS = 64, 2048  # D and the number of distances
+HEAD_DIM, POSITIONS, L = 64, 2048, 256  # D, the number of distances, the trained context of the scalings
 BASES = (1, 10, 100, 500, 5000, 10000, 50000)
 SCALINGS = ("none", "pi", "ntk", "yarn")  # at base 10000
 # Below the figure; D: head_dim
@@ -68,38 +68,27 @@ def decay(inv_freq: Tensor, positions: int) -> Decay:
 
 def main() -> None:
     """Compute the decay for every base and scaling method, and write the table and the figure."""
-    args = parse_arguments()
-    D, T, L, out = args.head_dim, args.positions, args.ctx, Path(args.out)
-    trained = TrainedContext("rope", L, frequencies(D, 10000.0))
-    by_base = {f"base {base}": decay(frequencies(D, base), T) for base in BASES}
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "results/decay", help="OUT.csv and OUT.png, .svg, .pdf")
+    out, T = parser.parse_args().out, POSITIONS
+    trained = TrainedContext("rope", L, frequencies(HEAD_DIM, 10000.0))
+    by_base = {f"base {base}": decay(frequencies(HEAD_DIM, base), T) for base in BASES}
     by_scaling = {name: decay(scaled(trained, yaml_values("scaling", name), T), T) for name in SCALINGS}
     curves = by_base | by_scaling
     columns = [x.tolist() for c in curves.values() for x in (c.score, c.su_bound)]
     lines = [[m, *(f"{column[m]:.4g}" for column in columns)] for m in range(T)]
     head = ["distance", *(f"{name} {column}" for name in curves for column in ("score", "su_bound"))]
     write_csv(out.with_suffix(".csv"), [head, *lines])
-    draw(by_base, by_scaling, D, T, L, out)
+    draw(by_base, by_scaling, out)
     print(f"{out}.png   {out}.csv")
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="How q . k falls with distance under RoPE")
-    parser.add_argument("--head-dim", type=int, default=HEAD_DIM)
-    parser.add_argument("--positions", type=int, default=POSITIONS)
-    parser.add_argument("--ctx", type=int, default=256, help="L, for the scalings (base 10000, factor positions / L)")
-    parser.add_argument("--out", default="results/decay", help="writes OUT.csv and OUT.png, .svg, .pdf")
-    args = parser.parse_args()
-    if args.head_dim < 4 or args.head_dim % 2 or args.positions < 64 or not 2 <= args.ctx <= args.positions:
-        raise UserError("--head-dim must be even and at least 4, --positions at least 64, --ctx from 2 to --positions")
-    return args
-
-
-def draw(by_base: dict[str, Decay], by_scaling: dict[str, Decay], head_dim: int, T: int, L: int, path: Path) -> None:
+def draw(by_base: dict[str, Decay], by_scaling: dict[str, Decay], path: Path) -> None:
     """Draw four panels: score and Su's bound, by base and by scaling method. The lines are means over 64 distances."""
     shades = plots.pyplot().get_cmap("viridis")(torch.linspace(0, 0.9, len(by_base)).tolist())
     colors = dict(zip(by_base, shades, strict=True))
     colors |= {name: plots.color_of("methods", name) for name in by_scaling}
-    titles = ("by base, without scaling", f"base 10000, by scaling method (L = {L}, factor {T / L:g})")
+    titles = ("by base, without scaling", f"base 10000, by scaling method (L = {L}, factor {POSITIONS / L:g})")
     fig, axes = plots.pyplot().subplots(2, 2, figsize=(13, 8), sharex=True, sharey="row")
     fig.subplots_adjust(wspace=0.42, hspace=0.12)  # room for the names at the ends of the lines
     labels = {}  # of each panel
@@ -117,7 +106,7 @@ def draw(by_base: dict[str, Decay], by_scaling: dict[str, Decay], head_dim: int,
     axes[1, 0].set_ylabel("Su's bound")
     for ax, ends in labels.items():  # all lines are drawn, so the limits are final
         plots.end_labels(ax, ends, space=16)
-    fig.text(axes[0, 0].get_position().x0, 0.04, SYMBOLS.format(D=head_dim), fontsize=10, va="top", linespacing=1.5)
+    fig.text(axes[0, 0].get_position().x0, 0.04, SYMBOLS.format(D=HEAD_DIM), fontsize=10, va="top", linespacing=1.5)
     plots.save(fig, path, ".png", ".svg", ".pdf")
 
 

@@ -108,10 +108,10 @@ def encoding_jobs(size: Size, seed: int, first: bool) -> list[Job]:
     return jobs
 
 
-def from_rope(size: Size, seed: int, *settings: str) -> tuple[str, ...]:
-    """Overrides of a short training that starts from rope with the same seed; the other settings are those of rope."""
+def from_run(size: Size, seed: int, *settings: str, run: str = "rope") -> tuple[str, ...]:
+    """Overrides of a short training that starts from this run with the same seed; other settings are those of it."""
     exp = (x for x in size.train if x.startswith("exp="))
-    return *exp, f"init=rope-s{seed}", *settings, f"seed={seed}", "val_windows=64", "optim=finetune"
+    return *exp, f"init={run}-s{seed}", *settings, f"seed={seed}", "val_windows=64", "optim=finetune"
 
 
 def finetune_jobs(size: Size, seed: int) -> list[Job]:
@@ -124,7 +124,7 @@ def finetune_jobs(size: Size, seed: int) -> list[Job]:
     lengths = tuple(size.L * k for k in (1, 2, 4, 5, 8))  # 4 L is the target, and 5 and 8 L are past it
     jobs = []
     for steps, method in itertools.product(size.finetune, EXTENSIONS):
-        settings = from_rope(size, seed, f"ctx={target}", f"scaling={method}", f"steps={steps}")
+        settings = from_run(size, seed, f"ctx={target}", f"scaling={method}", f"steps={steps}")
         train = (*settings, "optim.lr=5e-4", "optim.warmup=5")
         percent = round(100 * steps / size.training.steps, 2)
         columns = {"method": method, "finetune_steps": steps, "percent": percent}
@@ -164,7 +164,10 @@ def layer_jobs(size: Size, seeds: tuple[int, ...]) -> list[Job]:
         further = ("window_only", *FURTHER_ENCODINGS)
         jobs += [scratch_job(size, seed, "further", name, ()) for name in further]
         jobs.append(changed_job(size, seed, "further", "rope_to_swan", ("layers=swan",), ("logn",)))
-        jobs.append(scaled_everywhere(size, seed, "gemma3"))
+        # A copy of gemma3 in which scaling methods apply to all layers: one step saves the setting, not other weights
+        everywhere = ("layers=gemma3", "layers.L.scaled=true", "optim.lr=1e-30")
+        train = from_run(size, seed, *everywhere, "steps=1", run="gemma3")
+        jobs.append(Job("further", f"gemma3_all_scaled-s{seed}", seed, train, 1, size.doublings, methods=("yarn",)))
     return jobs
 
 
@@ -178,20 +181,8 @@ def scratch_job(size: Size, seed: int, part: str, name: str, methods: tuple[str,
 def changed_job(size: Size, seed: int, part: str, name: str, change: tuple[str, ...], methods: tuple[str, ...]) -> Job:
     """A short training that starts from rope with another encoding."""
     steps = max(size.finetune)
-    train = from_rope(size, seed, *change, f"steps={steps}")
+    train = from_run(size, seed, *change, f"steps={steps}")
     return Job(part, f"{name}-s{seed}", seed, train, steps, size.doublings, methods=methods)
-
-
-def scaled_everywhere(size: Size, seed: int, schedule: str) -> Job:
-    """A copy of the trained run of a schedule in which scaling methods apply to all layers.
-
-    It is made by one training step with a learning rate near 0, which leaves the weights as they are and saves the
-    changed setting.
-    """
-    exp = (x for x in size.train if x.startswith("exp="))
-    settings = (f"layers={schedule}", "layers.L.scaled=true", "steps=1", "optim.lr=1e-30", f"seed={seed}")
-    train = (*exp, f"init={schedule}-s{seed}", *settings)
-    return Job("further", f"{schedule}_all_scaled-s{seed}", seed, train, 1, size.doublings, methods=("yarn",))
 
 
 PLANS = {"matrix": planned_jobs, "layers": layer_jobs}

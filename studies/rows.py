@@ -192,6 +192,12 @@ def header(cells: Sequence[str]) -> list[str]:
     return [line(cells), "|---" * len(cells) + "|"]
 
 
+def fill(report: str, /, **values: Any) -> str:
+    """The text of results/REPORT: its template in studies/reports with these values. A list: lines."""
+    texts = {key: "\n".join(value) if isinstance(value, list) else value for key, value in values.items()}
+    return (Path(__file__).with_name("reports") / report).read_text(encoding="utf-8").format(**texts)
+
+
 def report_command(report: Callable[[Sequence[Rows]], str], out: str, paths: Sequence[Path] = MATRIX) -> None:
     """The command line of a study that turns rows into one text: writes it to results/OUT and prints it."""
     parser = argparse.ArgumentParser(description=f"Write results/{out} from the rows of studies.matrix")

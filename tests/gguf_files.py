@@ -9,46 +9,20 @@ import pytest
 import torch
 
 from data.tokenizer import byte_letters
-from tests.hf_models import biases, transformers
+from tests.hf_models import CASES, biases, transformers
 
 gguf = pytest.importorskip("gguf", reason="pip install gguf")
 
 L = 64
-SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": L,
-}
+SHAPE = {**CASES["qwen2"][1], "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": L}
 CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
 def byte_level_vocabulary() -> tuple[list[str], list[str]]:
     """(tokens, merges): all bytes, and merges of two and three letters."""
-    letters, merges = byte_letters(), []
-    tokens = ["<|endoftext|>", "<|user|>", *letters]
-    space, newline = letters[32], letters[10]
-    pairs = [
-        ("r", "e"),
-        ("t", "u"),
-        ("tu", "r"),
-        (space, "a"),
-        (space, space),
-        ("i", "m"),
-        ("im", "e"),
-        ("e", "f"),
-        (newline, space),
-        ("r", "n"),
-        ("1", "2"),
-        (f"{space}{space}", space),
-        ("d", "ef"),
-    ]
-    for a, b in pairs:
-        merges.append(f"{a} {b}")
-        tokens.append(a + b)
-    return tokens, merges
+    pairs = "r+e t+u tu+r Ġ+a Ġ+Ġ i+m im+e e+f Ċ+Ġ r+n 1+2 ĠĠ+Ġ d+ef"  # Ġ, Ċ: the letters of space and newline
+    merges = [pair.replace("+", " ") for pair in pairs.split()]
+    return ["<|endoftext|>", "<|user|>", *byte_letters(), *(pair.replace("+", "") for pair in pairs.split())], merges
 
 
 def sentencepiece_vocabulary() -> tuple[list[str], list[float], list[int]]:
@@ -65,11 +39,9 @@ def sentencepiece_vocabulary() -> tuple[list[str], list[float], list[int]]:
 
 
 def random_model(arch: str, vocab_size: int = 271, tied: bool = False, **settings: Any) -> torch.nn.Module:
-    settings = {"rope_theta": 5000.0, **settings}
+    about = {"vocab_size": vocab_size, "tie_word_embeddings": tied, "rope_theta": 5000.0}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{CLASSES[arch]}Config")(
-        **SHAPE, vocab_size=vocab_size, initializer_range=0.3, tie_word_embeddings=tied, **settings
-    )
+    config = getattr(transformers, f"{CLASSES[arch]}Config")(**{**SHAPE, **about, **settings})
     return biases(transformers.AutoModelForCausalLM.from_config(config))
 
 

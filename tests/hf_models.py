@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+import yaml
 
 from conf.schema import TrainConfig
 from data.tokenizer import byte_letters
@@ -23,206 +24,20 @@ from model import gpt
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle of these tests: pip install it")
 transformers.logging.set_verbosity_error()
 
-L, V = 32, 96
+L, V = 32, 96  # the trained context, the vocabulary
 LENGTHS = (8, 12, 32, 48, 96)  # below and at the windows, at and above L
-COMMON = {"vocab_size": V, "initializer_range": 0.3}
-LLAMA = {
-    **COMMON,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": L,
-}
-GQA = {**LLAMA, "num_key_value_heads": 2}
-NEOX = {**LLAMA, "num_attention_heads": 2, "rotary_pct": 0.5, "hidden_act": "gelu"}
-GPTJ = {**COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
-PHI3 = {"pad_token_id": 0, "original_max_position_embeddings": L, "bos_token_id": 1, "eos_token_id": 2}
-GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 1.5}
-GPT2 = {**COMMON, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 96}
-# Windows below L. With 5 layers of the pattern 3, layers of each kind follow both kinds
-WINDOW = {"sliding_window": 12}
-GEMMA3 = {
-    **GQA,
-    **WINDOW,
-    "num_hidden_layers": 5,
-    "sliding_window_pattern": 3,
-    "head_dim": 16,
-    "pad_token_id": 0,
-    "query_pre_attn_scalar": 24,
-}
-OLMO3 = {**GQA, **WINDOW, "num_hidden_layers": 5}
-COHERE2 = {**GQA, **WINDOW, "num_hidden_layers": 5, "sliding_window_pattern": 3, "logit_scale": 0.3}
-SMOLLM3 = {**GQA, "num_hidden_layers": 4, "no_rope_layer_interval": 3, "pad_token_id": 0}
-QWEN_WINDOW = {**GQA, **WINDOW, "use_sliding_window": True, "max_window_layers": 1}
-EXAONE4 = {**GQA, "pad_token_id": 0, "head_dim": 16, "num_hidden_layers": 5, "sliding_window_pattern": 3}
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "image_size": 28,
-    "patch_size": 14,
-}
-IMAGES = {"text_config": GEMMA3, "vision_config": VISION, "mm_tokens_per_image": 4, "initializer_range": 0.3}
-GEMMA2 = {**GQA, **WINDOW, "head_dim": 16, "pad_token_id": 0, "query_pre_attn_scalar": 24, "num_hidden_layers": 3}
-MINISTRAL = {
-    "rope_type": "yarn",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "beta_fast": 4.0,
-    "original_max_position_embeddings": L,
-    "max_position_embeddings": 4 * L,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.5,
-}
-MISTRAL3 = {**GQA, "head_dim": 16, "max_position_embeddings": 4 * L, "rope_parameters": MINISTRAL}
-PIXTRAL = {**VISION, "model_type": "pixtral", "head_dim": 16}
-MPT = {**COMMON, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 96}
-CASES = {
-    "llama": ("Llama", {**GQA, "tie_word_embeddings": False}),
-    "llama, biases, tied": ("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    "mistral": ("Mistral", {**GQA, "sliding_window": None, "head_dim": 12}),
-    "qwen2": ("Qwen2", GQA),
-    "qwen3": ("Qwen3", {**GQA, "head_dim": 16}),
-    "arcee": ("Arcee", {**GQA, "hidden_act": "relu2"}),
-    "arcee, gelu": ("Arcee", {**GQA, "hidden_act": "gelu_pytorch_tanh"}),
-    "gpt_neox": ("GPTNeoX", NEOX),
-    "gpt_neox, serial": ("GPTNeoX", {**NEOX, "use_parallel_residual": False, "hidden_act": "gelu_fast"}),
-    "gptj": ("GPTJ", {**GPTJ, "n_positions": 256}),
-    "phi3": ("Phi3", {**GQA, **PHI3}),
-    "phi3, partial": ("Phi3", {**GQA, **PHI3, "partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
-    "olmo2": ("Olmo2", GQA),
-    "olmo2, biases": ("Olmo2", {**LLAMA, "attention_bias": True, "tie_word_embeddings": True}),
-    "granite": ("Granite", {**GQA, **GRANITE}),
-    "granite, biases, tied": (
-        "Granite",
-        {**GQA, **GRANITE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    ),
-    "stablelm": ("StableLm", {**GQA, "partial_rotary_factor": 0.5, "use_qkv_bias": True}),
-    "stablelm, parallel": ("StableLm", {**GQA, "partial_rotary_factor": 0.5, "use_parallel_residual": True}),
-    "gpt2": ("GPT2", GPT2),
-    "gpt2, other scores": (
-        "GPT2",
-        {
-            **GPT2,
-            "scale_attn_weights": False,
-            "scale_attn_by_inverse_layer_idx": True,
-            "n_inner": 48,
-            "reorder_and_upcast_attn": True,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "bloom": ("Bloom", {**COMMON, "hidden_size": 32, "n_layer": 2, "n_head": 4, "seq_length": L}),
-    "bloom, 6 heads": ("Bloom", {**COMMON, "hidden_size": 48, "n_layer": 2, "n_head": 6, "seq_length": L}),
-    "mpt": ("Mpt", MPT),
-    "mpt, 6 heads": ("Mpt", {**MPT, "d_model": 48, "n_heads": 6, "tie_word_embeddings": False}),
-    "gemma3_text": ("Gemma3Text", GEMMA3),
-    "gemma3_text, biases, untied": (
-        "Gemma3Text",
-        {**GEMMA3, "attention_bias": True, "tie_word_embeddings": False, "hidden_activation": "silu"},
-    ),
-    # Caps that some scores and logits of these random weights reach
-    "gemma2": ("Gemma2", {**GEMMA2, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}),
-    "gemma2, no caps, untied": (
-        "Gemma2",
-        {
-            **GEMMA2,
-            "attention_bias": True,
-            "tie_word_embeddings": False,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "layer_types": ["full_attention", *["sliding_attention"] * 2],
-        },
-    ),
-    "ministral3": ("Ministral3", MISTRAL3),
-    "ministral3, window, tied": (
-        "Ministral3",
-        {**MISTRAL3, **WINDOW, "tie_word_embeddings": True, "rope_parameters": {**MINISTRAL, "mscale": 0.5}},
-    ),
-    "mistral3": (
-        "Mistral3",
-        {"text_config": {**MISTRAL3, **WINDOW, "model_type": "ministral3"}, "vision_config": PIXTRAL},
-    ),
-    "olmo3": ("Olmo3", OLMO3),
-    "olmo3, biases, tied": (
-        "Olmo3",
-        {
-            **OLMO3,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-            "layer_types": ["full_attention", *["sliding_attention"] * 4],
-        },
-    ),
-    "smollm3": ("SmolLM3", SMOLLM3),
-    "smollm3, windows, untied": (
-        "SmolLM3",
-        {
-            **SMOLLM3,
-            **WINDOW,
-            "use_sliding_window": True,
-            "mlp_bias": True,
-            "attention_bias": True,
-            "tie_word_embeddings": False,
-            "num_hidden_layers": 5,
-            "no_rope_layers": [0, 1, 0, 1, 1],
-            "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 2, "sliding_attention"],
-        },
-    ),
-    "cohere2": ("Cohere2", COHERE2),
-    "cohere2, biases, untied": ("Cohere2", {**COHERE2, "attention_bias": True, "tie_word_embeddings": False}),
-    "gemma3, tied": ("Gemma3", IMAGES),
-    "gemma3, untied": ("Gemma3", {**IMAGES, "tie_word_embeddings": False}),
-    "exaone4": ("Exaone4", {**EXAONE4, **WINDOW}),
-    "exaone4, no window, tied": (
-        "Exaone4",
-        {**EXAONE4, "sliding_window": None, "tie_word_embeddings": True, "layer_types": ["full_attention"] * 5},
-    ),
-    "glm": ("Glm", {**GQA, "head_dim": 16, "pad_token_id": 0, "partial_rotary_factor": 0.5}),
-    "glm, no biases, tied": (
-        "Glm",
-        {
-            **GQA,
-            "head_dim": 16,
-            "pad_token_id": 0,
-            "attention_bias": False,
-            "tie_word_embeddings": True,
-            "partial_rotary_factor": 0.75,
-        },
-    ),
-    "starcoder2, window": ("Starcoder2", {**GQA, **WINDOW}),
-    "starcoder2, no biases, untied": ("Starcoder2", {**GQA, "use_bias": False, "tie_word_embeddings": False}),
-    "mistral, window": ("Mistral", {**GQA, **WINDOW}),
-    "phi3, window": ("Phi3", {**GQA, **PHI3, **WINDOW}),
-    "qwen2, window": ("Qwen2", QWEN_WINDOW),
-    "qwen3, window": ("Qwen3", {**QWEN_WINDOW, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}),
-}
+FILE = Path(__file__).with_name("data") / "hf_models.yaml"
+CASES = {name: tuple(case) for name, case in yaml.safe_load(FILE.read_text())["cases"].items()}
 NO_ROPE_TYPES = ("gptj", "gpt2", "bloom", "mpt", "gemma3,", "ministral3", "mistral3")  # or other families have them
-NO_ROPE = ("gpt2", "bloom", "mpt")
 BY_TYPE = ("gemma3", "olmo3")  # families with rope_parameters of each type of layer
 # Not with every rope type: what these change is not the rotation
-SHORT = (
-    "olmo2",
-    "olmo3",
-    "granite",
-    "stablelm",
-    "gemma2",
-    "gemma3_text",
-    "smollm3",
-    "cohere2",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "exaone4",
-    "glm",
-    "starcoder2",
-)
-VARIANTS = tuple(f"{family}, " for family in SHORT)
+SHORT = "olmo2 olmo3 granite stablelm gemma2 gemma3_text smollm3 cohere2 mistral qwen2 qwen3 exaone4 glm starcoder2"
+VARIANTS = tuple(f"{family}, " for family in SHORT.split())
 
 
 def rope_types(pairs: int) -> dict[str, dict]:
     divisors = [1.0 + 0.3 * i for i in range(pairs)]
+    factors = {"short_factor": divisors, "long_factor": [3 * d for d in divisors]}
     trained = {"original_max_position_embeddings": L}
     yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, **trained}
     return {
@@ -234,12 +49,7 @@ def rope_types(pairs: int) -> dict[str, dict]:
         "yarn, mscale alone": {**yarn, "mscale": 0.7},
         "yarn, attention_factor": {**yarn, "attention_factor": 1.2},
         "llama3": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **trained},
-        "longrope": {
-            "rope_type": "longrope",
-            "short_factor": divisors,
-            "long_factor": [3 * d for d in divisors],
-            **trained,
-        },
+        "longrope": {"rope_type": "longrope", **factors, **trained},
     }
 
 

@@ -11,17 +11,8 @@ from model import attention, masks
 from model.attention import Heads, attend_blocks
 from model.regions import Clipped
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
-from tests.helpers import (
-    UNLIMITED,
-    attention_output,
-    choices,
-    dense,
-    encoding_of,
-    model_of,
-    more_positions,
-    random_tokens,
-    rotated_scores,
-)
+from tests import helpers
+from tests.helpers import attention_output, choices, dense, encoding_of, model_of, random_tokens, rotated_scores
 
 # ---- every encoding, with and without a window ----
 
@@ -55,7 +46,7 @@ def test_blocked_and_written_out_attention_equal_the_plain_formula(pos, window, 
         assert (got - want).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("pos", UNLIMITED)
+@pytest.mark.parametrize("pos", helpers.UNLIMITED)
 def test_window_control_is_full_attention_inside_the_window(pos):
     model, x = model_of(pos), random_tokens(1, 24)
     with torch.no_grad():
@@ -67,7 +58,7 @@ def test_window_control_is_full_attention_inside_the_window(pos):
 @pytest.mark.parametrize("pos", choices("pos"))
 @pytest.mark.parametrize("change", [ContextChange(window=5), ContextChange(window=5, logn=8)])
 def test_tokens_that_cannot_reach_the_scored_ones_through_windows_are_left_out(pos, change, monkeypatch):
-    model, tokens = model_of(pos, *more_positions(pos, 40)), random_tokens(2, 40)
+    model, tokens = model_of(pos, *helpers.more_positions(pos, 40)), random_tokens(2, 40)
     n_layers, last = len(model.blocks), 3
     reach = last + n_layers * 4
     want = model(tokens, change=change)[:, -last:]

@@ -14,7 +14,7 @@ import pytest
 from conf.errors import UserError
 from measure.intervals import Estimate, estimate
 from studies import claims, layers, plan, tables
-from studies.claims import HOLDS, MISSING, REFUTED, At, Check, DecayCheck, in_tokens, read_check, read_claims
+from studies.claims import HOLDS, MISSING, REFUTED, At, Check, DecayCheck, read_check, read_claims
 from studies.rows import BAR, MATRIX, OLD, Rows, StudyRow, difference, read_rows, read_sources, study_row
 from tests.helpers import ROOT, choices, layer_study_rows
 
@@ -109,7 +109,7 @@ def test_a_check_is_measured_as_it_is_written():
     rows += [row("t5_bias", "none", n, 1, [x] * 3) for n, x in ((256, 4.0), (512, 6.0))]
 
     def measure(text: str) -> Estimate | None:
-        return in_tokens(read_check(text), 256).measure(Rows(rows))
+        return read_check(text, 256).measure(Rows(rows))
 
     found = measure("rope @2 > rope yarn @2")
     assert (found.mean, found.seeds, found.documents) == (1.0, 1, 3)
@@ -121,27 +121,26 @@ def test_a_check_is_measured_as_it_is_written():
 @pytest.mark.parametrize(
     "text, want",
     [
-        ("a pi factor=fixed @1 > a @1 by 0.5", Check(At("a", "pi factor=fixed", 1), At("a", "none", 1), 0.5)),
-        ("a @0.5 is no worse than a @1", Check(At("a", "none", 0.5), At("a", "none", 1), 0.02, less=True)),
-        ("a @16 is no worse than a @1", Check(At("a", "none", 16), At("a", "none", 1), 0.04, less=True)),
-        ("a @1 is no worse than b @1", Check(At("a", "none", 1), At("b", "none", 1), 0.04, less=True)),
-        ("a @1.25 is no worse than b @1", Check(At("a", "none", 1.25), At("b", "none", 1), 0.24, less=True)),
-        ("a x @1 differs from a y @1", Check(At("a", "x", 1), At("a", "y", 1), 0.02, absolute=True)),
-        ("a x @1 equals a y @1", Check(At("a", "x", 1), At("a", "y", 1), 0.02, less=True, absolute=True)),
+        ("a pi factor=fixed @1 > a @1 by 0.5", Check(At("a", "pi factor=fixed", 4), At("a", "none", 4), 0.5)),
+        ("a @0.5 is no worse than a @1", Check(At("a", "none", 2), At("a", "none", 4), 0.02, less=True)),
+        ("a @16 is no worse than a @1", Check(At("a", "none", 64), At("a", "none", 4), 0.04, less=True)),
+        ("a @1 is no worse than b @1", Check(At("a", "none", 4), At("b", "none", 4), 0.04, less=True)),
+        ("a @1.25 is no worse than b @1", Check(At("a", "none", 5), At("b", "none", 4), 0.24, less=True)),
+        ("a x @1 differs from a y @1", Check(At("a", "x", 4), At("a", "y", 4), 0.02, absolute=True)),
+        ("a x @1 equals a y @1", Check(At("a", "x", 4), At("a", "y", 4), 0.02, less=True, absolute=True)),
     ],
 )
 def test_checks_and_their_margins(text, want):
-    assert read_check(text) == want
+    assert read_check(text, 4) == want
 
 
 @pytest.mark.process
 def test_every_claim_names_rows_that_the_plan_makes():
     size = plan.load_size("default")
     jobs = {job.name.rpartition("-s")[0]: job for job in plan.planned_jobs(size, size.seeds)}
-    for claim in read_claims("matrix"):
+    for claim in read_claims("matrix", size.L):
         assert claim.source and claim.reported and claim.checks
-        checks = [in_tokens(c, size.L) for c in claim.checks]
-        for check, at in ((c, at) for c in checks for at in (c.a, c.b)):
+        for check, at in ((c, at) for c in claim.checks for at in (c.a, c.b)):
             if isinstance(check, DecayCheck):  # not from rows
                 assert math.isfinite(check.score(at))
                 continue
@@ -149,8 +148,8 @@ def test_every_claim_names_rows_that_the_plan_makes():
             assert at.label.split()[0] in (*choices("scaling"), "shifted", "unshifted", BAR)
             # Lengths that no row has yet are reported as not run
             assert at.n in jobs[at.run].lengths or at.n / size.L in (1.125, 1.25, 5), at
-    for claim in read_claims("layers"):
-        assert all(in_tokens(check, 256).measure(layer_study_rows()) is not None for check in claim.checks), claim.text
+    for claim in read_claims("layers", 256):
+        assert all(check.measure(layer_study_rows()) is not None for check in claim.checks), claim.claim
 
 
 def verdicts(text: str) -> list[str]:
@@ -176,7 +175,7 @@ def test_claims_about_layers_have_the_sign_of_their_text(better):
         return 3 + 0.1 * rise * max(0, math.log2(n / 256)) + 0.5 * (run == "drope" and not better)
 
     found = verdicts(layers.report([layer_study_rows((0, 1, 2), loss)]))
-    assert found == [f"**{HOLDS if better else REFUTED}**"] * len(read_claims("layers"))
+    assert found == [f"**{HOLDS if better else REFUTED}**"] * len(read_claims("layers", 256))
 
 
 def test_old_rows_are_used_where_a_claim_has_no_new_ones_and_marked():
@@ -241,10 +240,10 @@ def test_a_number_of_claims_md_by_hand():
 
 def test_claims_by_construction_hold_in_the_rows():
     """All but 9, which compares two trainings: it must not be refuted."""
-    for claim in read_claims("matrix"):
+    for claim in read_claims("matrix", 256):
         if claim.by_construction:
-            verdict, _ = claims.decide(claims.measure(claim, committed(), 256)[0])
-            assert verdict == HOLDS or ("Interleaved" in claim.text and verdict != REFUTED)
+            verdict, _ = claims.decide(claims.measure(claim, committed())[0])
+            assert verdict == HOLDS or ("Interleaved" in claim.claim and verdict != REFUTED)
 
 
 @pytest.mark.parametrize("study, name", [(claims, "claims"), (tables, "matrix"), (layers, "layers")])

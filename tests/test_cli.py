@@ -21,18 +21,8 @@ from conf.registry import build_from_knobs, choices, describe, load_kind, yaml_n
 from conf.schema import EvalConfig, SampleConfig, TrainConfig, from_dict
 from engine.run import default_ctx, newest_run
 from model import gpt
-from tests.helpers import (
-    ROOT,
-    command,
-    error_of,
-    eval_settings,
-    line_of,
-    run_command,
-    run_eval,
-    run_train,
-    train_settings,
-    train_smoke_runs,
-)
+from tests import helpers
+from tests.helpers import ROOT, command, error_of, eval_settings, line_of, run_command, run_train, train_settings
 
 MAINS: dict[str, Callable[[], None]] = {"train": train.main, "eval": evaluation.main, "sample": sample.main}
 CALLS = {"train": train.train, "eval": evaluation.evaluate, "sample": sample.sample}
@@ -41,7 +31,7 @@ CALLS = {"train": train.train, "eval": evaluation.evaluate, "sample": sample.sam
 @pytest.fixture(scope="module")
 def one_run(tmp_path_factory, cache) -> Path:
     """A folder with runs/x, a smoke run of one step."""
-    return train_smoke_runs(tmp_path_factory.mktemp("one_run"), cache, ("steps=1", "name=x"))
+    return helpers.train_smoke_runs(tmp_path_factory.mktemp("one_run"), cache, ("steps=1", "name=x"))
 
 
 # ---- help ----
@@ -283,7 +273,7 @@ def test_the_next_line_can_be_pasted_and_an_untrained_model_gets_no_verdict(here
     (line,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("next: ")]
     arguments = shlex.split(line)[3:]
     assert arguments == ["run=smoke", "scaling=yarn", "runs=else where"]
-    run_eval(*arguments, "ctx=128", "documents=3")
+    helpers.run_eval(*arguments, "ctx=128", "documents=3")
     out = capsys.readouterr().out
     assert "no verdict: " in out and "better than" not in out and "no different from" not in out
 

@@ -17,18 +17,8 @@ from model import attention, gpt, masks
 from model.attention import Cache, Heads, Where
 from model.pos.fox import ForgetBias, wide_linear
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
-from tests.helpers import (
-    SMALL,
-    attention_output,
-    choices,
-    compile_for,
-    encoding_of,
-    import_or_skip,
-    model_of,
-    random_tokens,
-    run_train,
-    train_settings,
-)
+from tests import helpers
+from tests.helpers import SMALL, attention_output, choices, encoding_of, model_of, random_tokens, train_settings
 
 CONTENT = [pos for pos in choices("pos") if encoding_of(pos).sees_content]
 BASES = [None, 10000.0]
@@ -60,7 +50,7 @@ def test_compiled_gradients_are_as_close_to_float64_as_plain_ones(pos, monkeypat
     exact = gradients()
     model.float()
     plain = gradients()
-    compile_for(monkeypatch, model)
+    helpers.compile_for(monkeypatch, model)
     for a, b, c in zip(exact, plain, gradients(), strict=True):
         assert (c - a).abs().max() <= 3 * (b - a).abs().max() + 1e-4 * a.abs().max()  # CoPE's gates are not continuous
 
@@ -219,7 +209,7 @@ def test_maps_of_positions_and_logn_apply_to_rotary_encodings_that_see_content(p
 
 
 def test_sink_logits_equal_gpt_oss():
-    gpt_oss = import_or_skip("transformers.models.gpt_oss.modeling_gpt_oss")
+    gpt_oss = helpers.import_or_skip("transformers.models.gpt_oss.modeling_gpt_oss")
     model, tokens = model_with("sink_logits", "pos.base=null"), random_tokens(1, 10)
     with torch.no_grad():
         layer = Layer(model, tokens, None)
@@ -231,7 +221,7 @@ def test_sink_logits_equal_gpt_oss():
 
 
 def test_ssmax_multiplies_queries_as_mistral_large_4():
-    mistral = import_or_skip("transformers.models.mistral_large4.modeling_mistral_large4")
+    mistral = helpers.import_or_skip("transformers.models.mistral_large4.modeling_mistral_large4")
     theirs = mistral.MistralLarge4TextSoftmaxScaling(4).double()
     model = model_with("ssmax")
     scaling = model.blocks[0].attention.content
@@ -400,8 +390,8 @@ def test_fire_is_its_formula(context, monkeypatch):
 
 
 def test_a_longer_context_in_fine_tuning_leaves_the_threshold_of_fire_as_it_is(here):
-    run_train("pos=fire", "steps=1", "name=a")
-    run_train("init=a", "ctx=128", "steps=1", "name=b")
+    helpers.run_train("pos=fire", "steps=1", "name=a")
+    helpers.run_train("init=a", "ctx=128", "steps=1", "name=b")
     assert checkpoint.load(Path("runs/b"))["cfg"].pos["context"] == 64
 
 

@@ -27,12 +27,8 @@ from studies import matrix
 from tests.helpers import write_documents
 
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
-TEXT = (
-    "data=text",
-    "data.files=docs/*.txt",
-    "data.holdout=2",
-    "data.tokenizer=bytes",
-)  # its tokenizer starts no threads
+# A tokenizer of bytes starts no threads
+TEXT = ("data=text", "data.files=docs/*.txt", "data.holdout=2", "data.tokenizer=bytes")
 # The main function, its arguments, and the number of kills
 COMMANDS: dict[str, tuple[Any, tuple[str, ...], int]] = {
     "train": (train.main, ("exp=smoke", *TEXT, "name=x", "save_every=5", "val_windows=4"), 40),

@@ -24,19 +24,8 @@ from tests.helpers import ROOT, SMALL, line_of, run_command, run_eval, run_train
 
 STEPS = 60
 # Both kinds of layers, and every kind of parameter that autocast leaves in float32
-SETTINGS = (
-    "exp=smoke",
-    "pos=fox",
-    "layers=swan",
-    "model.qk_norm=true",
-    "model.qk_norm_weight=true",
-    f"steps={STEPS}",
-    "micro_tokens=128",
-    "dtype=float32",
-    "save_every=10",
-    "val_every=30",
-    "log_every=1",
-)
+SETTINGS = "exp=smoke pos=fox layers=swan model.qk_norm=true model.qk_norm_weight=true micro_tokens=128 dtype=float32"
+SETTINGS = (*SETTINGS.split(), f"steps={STEPS}", "optim=adamw", "save_every=10", "val_every=30", "log_every=1")
 
 
 def torchrun(script: str, *args: str, **env: str) -> subprocess.Popen:

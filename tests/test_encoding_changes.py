@@ -15,19 +15,15 @@ from tests.helpers import line_of, run_eval, run_train, train_smoke_runs
 
 pytestmark = pytest.mark.process
 
-FROZEN = ("steps=1", "optim.lr=1e-12", "optim.warmup=0")  # keeps the weights
+FROZEN = ("steps=1", "optim=adamw", "optim.lr=1e-12", "optim.warmup=0")  # keeps the weights
 
 
 @pytest.fixture(scope="module")
 def parents(tmp_path_factory, cache):
     """Runs of one step each: rope in both layouts, t5, learned positions and rope with a layer schedule."""
-    runs = [
-        ("pos=rope", "name=rope"),
-        ("pos=t5_bias", "name=t5"),
-        ("layers=olmo3", "name=olmo3"),
-        ("pos=learned", "name=learned"),
-    ]
-    return train_smoke_runs(tmp_path_factory.mktemp("parents"), cache, *[("steps=1", *run) for run in runs])
+    settings = {"rope": "pos=rope", "t5": "pos=t5_bias", "olmo3": "layers=olmo3", "learned": "pos=learned"}
+    runs = [("steps=1", f"name={name}", setting) for name, setting in settings.items()]
+    return train_smoke_runs(tmp_path_factory.mktemp("parents"), cache, *runs)
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def all_figures(rows) -> dict[str, Any]:
         "base": figures.base(old),
         "layers and encodings": figures.layers(layer_study_rows()),
         "spectrum": drawn(spectrum.draw, by_method, 256, "title", Path("x.png")),
-        "decay": drawn(decay.draw, by_base, by_scaling, 64, 512, 64, Path("x.png")),
+        "decay": drawn(decay.draw, by_base, by_scaling, Path("x.png")),
         "compare": drawn(Losses().draw, methods_of_one_run(), Path("x.png"), "title"),
         "one evaluation": drawn(Losses().draw, methods_of_one_run()[:3], Path("x.png"), "title"),
         "three contexts": drawn(Losses().draw, runs_of_three_contexts(), Path("x.png"), "$\\frac{$"),

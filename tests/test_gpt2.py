@@ -27,24 +27,13 @@ def test_flops_by_hand():
     assert flops_per_token(n, cfg.model, cfg.ctx) == 6 * 123_587_328 + 12 * 12 * 12 * 64 * 1024 == 854_770_176
 
 
-@pytest.mark.parametrize(
-    "gpu, peak",
-    [
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L40", None),
-        ("NVIDIA A1000", None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
-        ("Tesla V100", None),
-    ],
-)
+PEAKS = {"A100-SXM4-80GB": 312e12, "H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200": 989e12}
+PEAKS |= {"L4": 121e12, "L40S": 362e12} | dict.fromkeys(("L40", "A1000", "A100-SXM4-40GB MIG 1g.5gb", "V100"))
+
+
+@pytest.mark.parametrize("gpu, peak", PEAKS.items())
 def test_peaks_are_known_or_not_guessed(gpu, peak, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {gpu}")
     cuda = torch.device("cuda")
     assert peak_flops(cuda, "bfloat16") == peak
     assert peak_flops(cuda, "float32") is None and peak_flops(torch.device("cpu"), "bfloat16") is None
@@ -67,18 +56,8 @@ class OfKnownPeak(Throughput):
 def test_exp_gpt2_trains_on_local_text(pos, here, monkeypatch, capsys):
     """Its optimiser and its depth, but narrow, short and few steps. MFU as if the peak were 1 TFLOP/s."""
     write_documents(here)
-    small = (
-        "data=text",
-        "data.files=docs/*.txt",
-        "data.vocab_size=300",
-        "model.width=48",
-        "ctx=64",
-        "batch_tokens=256",
-        "val_windows=4",
-        "log_every=2",
-        "compile=false",
-        "device=cpu",
-    )
+    small = "data=text data.files=docs/*.txt data.vocab_size=300 model.width=48 ctx=64 batch_tokens=256 val_windows=4"
+    small = [*small.split(), "log_every=2", "compile=false", "device=cpu", f"pos={pos}", "steps=4", "name=x"]
     logged: list[dict] = []
 
     class Log(TrainingLog):
@@ -87,7 +66,7 @@ def test_exp_gpt2_trains_on_local_text(pos, here, monkeypatch, capsys):
 
     monkeypatch.setattr(train, "TrainingLog", Log)
     monkeypatch.setattr(train, "Throughput", OfKnownPeak)
-    train.train(train_settings("exp=gpt2", *small, f"pos={pos}", "steps=4", "name=x"))
+    train.train(train_settings("exp=gpt2", *small))
     state, rows = checkpoint.load(here / "runs/x"), [row for row in logged if "loss" in row]
     assert state["step"] == 4 and len(state["model"]) > 12 * 4 and len(rows) == 2
     assert math.isfinite(state["validation"]["loss"])

@@ -20,7 +20,7 @@ from conf.errors import UserError
 from hf.checkpoint import HARMLESS
 from hf.open import digest_of, open_checkpoint, read_checkpoint
 from tests import hf_models as reading
-from tests.hf_models import CASES, WINDOW, L, edit, our_logits, save_random, transformers
+from tests.hf_models import CASES, L, edit, our_logits, save_random, transformers
 
 pytestmark = pytest.mark.reference
 
@@ -105,6 +105,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "original_max_posi
 LONG = {"rope_theta": 100.0, "short_factor": [1.0, 1.3, 1.6, 1.9], "long_factor": [3.0, 3.9, 4.8, 5.7]}
 CONTEXT = {"original_max_position_embeddings": L}
 NEOX_KEYS = {"rotary_pct": 0.5, "partial_rotary_factor": 0.5, "rope_theta": 100.0, "rotary_emb_base": 100.0}
+WINDOW = {"sliding_window": 12}
 SLIDING_LAST = [*["full_attention"] * 3, "sliding_attention"]
 NESTED = {"rope_parameters": {**YARN, "original_max_position_embeddings": 8}}
 NOTES = {"unsloth_fixed": True, "_model_name_or_path": "x", "temperature": 0.7}

@@ -108,17 +108,8 @@ def test_eval_names_the_schedule_and_measures_the_controls(here, capsys):
     tokenizer.post_processor = begin
     tokenizer.save("model/tokenizer.json")
     write_documents(here)
-    run_eval(
-        "run=hf:model",
-        "data=text",
-        "data.files=docs/*.txt",
-        "ctx=64",
-        "documents=2",
-        "task.windows=1",
-        "task.scored_tokens=16",
-        "scaling=yarn",
-        "dtype=float32",
-    )
+    few = ("ctx=64", "documents=2", "task.windows=1", "task.scored_tokens=16")
+    run_eval("run=hf:model", "data=text", "data.files=docs/*.txt", *few, "scaling=yarn", "dtype=float32")
     out = capsys.readouterr().out
     assert "layers=gemma3_text (LLGLL)" in out
     assert "note: its tokenizer puts <eos> at the beginning of a text; none is added here" in out
@@ -132,8 +123,8 @@ def test_there_and_back(family, here, monkeypatch):
     """A checkpoint, fine-tuned by a step of almost no length and exported: the same model, in the same family."""
     save_complete(family)
     write_documents(here)
-    argv = ["exp=smoke", "init=hf:model", "data=text", "data.files=docs/*.txt", f"ctx={L}", "steps=1", "optim.lr=1e-9"]
-    monkeypatch.setattr("sys.argv", ["train.py", *argv, "name=x"])
+    argv = "exp=smoke init=hf:model data=text data.files=docs/*.txt name=x steps=1 optim=adamw optim.lr=1e-9".split()
+    monkeypatch.setattr("sys.argv", ["train.py", *argv, f"ctx={L}"])
     train.main()
     monkeypatch.setattr("sys.argv", ["export.py", "run=x", "out=back"])
     export.main()

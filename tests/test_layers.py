@@ -11,7 +11,7 @@ from conf.layer_schedule import repeat_pattern
 from conf.registry import yaml_values
 from hf.weights import LLAMA as LLAMA_WEIGHTS, from_ours
 from model import gpt
-from model.decode import Decoder, same_change
+from model.decode import Decoder, computed
 from model.scaling import NO_CHANGE, ContextChange, NotApplicable, TrainedContext, override, resolve
 from tests.helpers import SMALL, import_or_skip, model_of, random_tokens, train_settings
 
@@ -326,8 +326,8 @@ def test_a_change_of_one_kind_of_layer_makes_a_cache_stale():
     def of_kinds(scale: float) -> ContextChange:
         return ContextChange(by_type=(NO_CHANGE, ContextChange(inv_freq=frequencies(scale))))
 
-    assert same_change(of_kinds(500.0), of_kinds(500.0))
-    assert not same_change(of_kinds(500.0), of_kinds(501.0)) and not same_change(of_kinds(500.0), NO_CHANGE)
+    assert computed(of_kinds(500.0)) == computed(of_kinds(500.0))
+    assert computed(of_kinds(501.0)) != computed(of_kinds(500.0)) != computed(NO_CHANGE)
 
 
 # ---- settings ----

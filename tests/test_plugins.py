@@ -12,97 +12,18 @@ import torch
 from measure.curves import read_curve
 from tests.helpers import ROOT, command, copy_of_the_repo
 
-TOYS = {
-    # no frequencies, and a bias
-    "model/pos/toy_bias.py": """
-from model.pos import Encoding
-
-
-class ToyBias(Encoding):
-    def __init__(self, shape, slope: float):
-        super().__init__(shape)
-        self.slope = slope
-
-    def bias(self, q_positions, k_positions):
-        distance = q_positions.unsqueeze(-1) - k_positions.unsqueeze(-2)
-        return (-self.slope * distance.clamp(min=0).sqrt()).unsqueeze(-3)
-
-
-build = ToyBias
-""",
-    "conf/pos/toy_bias.yaml": "kind: toy_bias\nslope: 0.7\n",
-    # a table, hence a last position
-    "model/pos/toy_table.py": """
-from model.pos.learned import Learned
-
-
-class ToyTable(Learned):
-    def embed(self, x, positions):
-        return super().embed(x, positions) * 2
-
-
-build = ToyTable
-""",
-    "conf/pos/toy_table.yaml": "kind: toy_table\nmax_positions: ${ctx}\n",
-    # parameters in every layer, which see its input
-    "model/pos/toy_content.py": """
-from torch import nn
-
-from model import attention
-from model.pos import Encoding
-
-
-class Sharpness(nn.Module):
-    def __init__(self, shape, layer: int):
-        super().__init__()
-        self.layer, self.linear = layer, nn.Linear(shape.width, shape.n_heads)
-
-    def forward(self, x, heads, where):
-        scored = x[:, -heads.q.shape[2] :]
-        factor = 1 + (1 + self.layer) * self.linear(scored).tanh().transpose(1, 2).unsqueeze(-1)  # [B, H, S, 1]
-        heads = heads.map_queries(lambda q: (q * factor).to(q.dtype))
-        return attention.attend(heads, where.encoding, where.positions, where.change)
-
-
-class ToyContent(Encoding):
-    def layer_module(self, layer):
-        return Sharpness(self.shape, layer)
-
-
-build = ToyContent
-""",
-    "conf/pos/toy_content.yaml": "kind: toy_content\n",
-    "conf/layers/toy_layers.yaml": """name: toy_layers
-pattern: AB
-last: null
-A: { pos: toy_content, base: null, window: 5, sinks: 1, scaled: false }
-B: { pos: null, base: null, window: null, sinks: 0, scaled: true }
-""",
-    # no frequencies, only attention
-    "model/scaling/toy_window.py": """
-from model.scaling import ContextChange
-
-PREFIX_CONSISTENT = False
-
-
-def scale(trained, n: int, share: float):
-    L = trained.longest_trained_ctx
-    return ContextChange(window=max(1, int(share * L))) if n > L else ContextChange()
-""",
-    "conf/scaling/toy_window.yaml": "kind: toy_window\nshare: 0.5\n",
-}
-
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory, cache) -> Path:
     """A copy of the repo with the recipes and the toys, and nothing else edited."""
     folder = tmp_path_factory.mktemp("extended")
     copy_of_the_repo(folder, cache)
-    recipes = re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.S)
-    assert len(recipes) == 8
-    for name, text in [*recipes, *TOYS.items()]:
+    pages = ((ROOT / page).read_text() for page in ("CONTRIBUTING.md", "tests/data/toys.md"))
+    recipes, toys = (re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", page, flags=re.S) for page in pages)
+    assert len(recipes) == 8 and len(toys) == 9
+    for name, text in [*recipes, *toys]:
         assert not (folder / name).exists()
-        (folder / name).write_text(text.lstrip("\n"))
+        (folder / name).write_text(text)
     return folder
 
 

@@ -66,7 +66,7 @@ def test_every_pair_has_the_published_relative_position(position_map, relative, 
     want, plain = (dense(model, tokens, rotated_scores(model.pos.inv_freq, r)) for r in (relative, distance))
     assert (got - want).abs().max() < 1e-5
     # Equal to plain RoPE exactly up to the length that the map says
-    n = min(position_map.unchanged_up_to, T)
+    n = min(position_map.near, T)
     assert (got - plain)[:n].abs().max() < 1e-5
     changed = (relative - distance).tril().abs().sum() > 0
     assert ((got - plain).abs().max() > 1e-2) == changed

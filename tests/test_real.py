@@ -7,28 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conf.errors import UserError
 from studies import real
 from studies.rows import MATRIX, Rows, read_rows, study_row
 from tests.helpers import ROOT, write_documents
 
+# The winners in the real model on code and on books, and in the small one -> what is said about them
+VERDICTS = """aaa the same | a?a the same | bba reversed | aba code and books differ | ??a undecided in the real
+    aa? undecided in the small | ??? undecided in both"""
 
-@pytest.mark.parametrize(
-    "winners, small, want",
-    [
-        (["a", "a"], "a", "the same"),
-        (["a", "?"], "a", "the same"),
-        (["b", "b"], "a", "reversed"),
-        (["a", "b"], "a", "code and books differ"),
-        (["?", "?"], "a", "undecided in the real"),
-        (["a", "a"], "?", "undecided in the small"),
-        (["?", "?"], "?", "undecided in both"),
-        (["a", ""], "a", ""),
-        (["a", "a"], "", ""),
-    ],
-)
-def test_an_order_is_compared_only_where_both_decide_it(winners, small, want):
-    assert real.verdict_of(winners, small) == want
+
+def test_an_order_is_compared_only_where_both_decide_it():
+    for line in VERDICTS.replace("\n", "|").split("|"):
+        (code, books, small), _, want = line.strip().partition(" ")
+        assert real.verdict_of([code, books], small) == want, line
+    assert real.verdict_of(["a", ""], "a") == real.verdict_of(["a", "a"], "") == ""
 
 
 def test_the_order_of_two_methods_is_paired_by_document():
@@ -62,21 +54,8 @@ def test_the_command_writes_rows_tables_and_figure_and_is_resumable(tmp_path, mo
     write_documents(tmp_path)
     write_gguf(tmp_path / "model.gguf", quantisation="Q8_0")
     monkeypatch.setattr(real, "CORPORA", {"text": "code"})
-    argv = [
-        "real",
-        "--run",
-        "gguf:model.gguf",
-        "--documents",
-        "3",
-        "--scored-tokens",
-        "32",
-        "--tiny",
-        "none.jsonl",
-        "--out",
-        ".",
-        "data.files=docs/*.txt",
-        "data.holdout=4",
-    ]
+    options = "--run gguf:model.gguf --documents 3 --scored-tokens 32 --tiny none.jsonl --out ."
+    argv = ["real", *options.split(), "data.files=docs/*.txt", "data.holdout=4"]
     monkeypatch.setattr(sys, "argv", argv)
     real.main()
     rows = [json.loads(text) for text in Path("real.jsonl").read_text().splitlines()]
@@ -93,11 +72,3 @@ def test_the_command_writes_rows_tables_and_figure_and_is_resumable(tmp_path, mo
     monkeypatch.setattr(sys, "argv", [*argv[:1], "--runs", "elsewhere", "--minutes", "0", *argv[1:]])
     with pytest.raises(SystemExit, match="run the same command again to resume"):
         real.main()
-
-
-def test_without_curves_the_command_says_how_to_measure_them(tmp_path):
-    class Arguments:
-        run, runs, documents, scored_tokens, overrides = "gguf:x", str(tmp_path), 3, 32, ()
-
-    with pytest.raises(UserError, match=r"no curves: python -m studies\.real"):
-        real.read_evaluation(Arguments(), "sympy")

@@ -33,18 +33,8 @@ from measure.breakdowns import target_losses
 from measure.curves import losses_file, read_curve, write_jsonl
 from model.decode import Decoder
 from studies import jobs, matrix
-from tests.helpers import (
-    ROOT,
-    error_of,
-    eval_settings,
-    line_of,
-    run_command,
-    run_eval,
-    run_train,
-    start,
-    train_smoke_runs,
-    wait_until,
-)
+from tests import helpers
+from tests.helpers import ROOT, error_of, eval_settings, line_of, run_command, run_eval, run_train, start, wait_until
 from tests.hf_models import save_random, with_tokenizer
 
 pytestmark = pytest.mark.process
@@ -53,7 +43,7 @@ pytestmark = pytest.mark.process
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, cache) -> Path:
     """A folder with runs/x, a smoke run of two steps with a curve; tests change copies of it."""
-    folder = train_smoke_runs(tmp_path_factory.mktemp("trained"), cache, ("steps=2", "name=x"))
+    folder = helpers.train_smoke_runs(tmp_path_factory.mktemp("trained"), cache, ("steps=2", "name=x"))
     with contextlib.chdir(folder):
         run_eval("run=x", "ctx=128", "documents=2")
     return folder

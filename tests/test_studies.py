@@ -96,7 +96,8 @@ def test_decay_curves_are_sus_formula(base):
 
 
 def test_decay_study_writes_picture_and_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["decay", "--positions", "300", "--out", str(tmp_path / "d")])
+    monkeypatch.setattr(sys, "argv", ["decay", "--out", str(tmp_path / "d")])
+    monkeypatch.setattr(decay, "POSITIONS", 300)
     decay.main()
     rows = list(csv.DictReader((tmp_path / "d.csv").open()))
     assert len(rows) == 300 and len(rows[0]) == 1 + 2 * (7 + 4) and (tmp_path / "d.png").exists()

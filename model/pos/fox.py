@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from model import attention
 from model.attention import Heads, Where
 from model.masks import ScoreBias
-from model.pos import Encoding, Shape
-from model.pos.rope import Rope
+from model.pos import Shape
+from model.pos.rope import in_layers
 
 
 @dataclass
@@ -56,17 +56,4 @@ class ForgetGates(nn.Module):
         return attention.attend(heads, ForgetBias(c), heads.indices(), where.change)
 
 
-class Fox(Encoding):
-    """Without rotation, as in most of the paper's experiments."""
-
-    def layer_module(self, layer: int) -> nn.Module:
-        return ForgetGates(self.shape)
-
-
-class RotaryFox(Fox, Rope):
-    """With RoPE in addition."""
-
-
-def build(shape: Shape, base: float | None) -> Encoding:
-    """base: of RoPE in addition to the gates; None: no rotation."""
-    return Fox(shape) if base is None else RotaryFox(shape, base, interleaved=False)
+build = in_layers(ForgetGates)  # most of the paper's experiments are without rotation

@@ -5,11 +5,12 @@ Proportional (p-RoPE, Barbero et al. 2024, arXiv 2410.06205; Hugging Face's `pro
 head, and only its fastest pairs are rotated.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from conf.errors import UserError, check
 from kernels.angles import cos_sin, phase, rotate
@@ -123,6 +124,23 @@ class Rope(Encoding):
         if isinstance(prepared, Tables):
             return super().rotate_qkv(qkv, heads, prepared)
         return prepared.rotate_qkv(qkv, heads, self.interleaved)
+
+
+def in_layers(module: Callable[[Shape], nn.Module]) -> Callable[[Shape, float | None], Encoding]:
+    """`build` of an encoding whose layers have this module: Encoding.layer_module."""
+
+    class Plain(Encoding):
+        def layer_module(self, layer: int) -> nn.Module:
+            return module(self.shape)
+
+    class Rotary(Plain, Rope):
+        """And rotates."""
+
+    def build(shape: Shape, base: float | None) -> Encoding:
+        """base: of RoPE in addition; None: no rotation."""
+        return Plain(shape) if base is None else Rotary(shape, base, interleaved=False)
+
+    return build
 
 
 build = Rope

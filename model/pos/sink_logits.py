@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from model import attention
 from model.attention import Heads, Where
 from model.masks import ScoreBias
-from model.pos import Encoding, Shape
-from model.pos.rope import Rope
+from model.pos import Shape
+from model.pos.rope import in_layers
 
 
 @dataclass
@@ -49,17 +49,4 @@ class SinkLogits(nn.Module):
         return attention.attend(heads, SinkBias(self.logit), heads.indices(), where.change)[:, :, -S:]
 
 
-class Sink(Encoding):
-    """Without rotation."""
-
-    def layer_module(self, layer: int) -> nn.Module:
-        return SinkLogits(self.shape)
-
-
-class RotarySink(Sink, Rope):
-    """With RoPE, as in gpt-oss."""
-
-
-def build(shape: Shape, base: float | None) -> Encoding:
-    """base: of RoPE; None: no rotation."""
-    return Sink(shape) if base is None else RotarySink(shape, base, interleaved=False)
+build = in_layers(SinkLogits)  # gpt-oss rotates, too

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from model import attention
 from model.attention import Heads, Where
-from model.pos import Encoding, Shape
-from model.pos.rope import Rope
+from model.pos import Shape
+from model.pos.rope import in_layers
 
 
 class LogLengthFactors(nn.Module):
@@ -33,17 +33,4 @@ class LogLengthFactors(nn.Module):
         return attention.attend(scaled, where.encoding, where.positions, where.change)
 
 
-class SSMax(Encoding):
-    """Without rotation."""
-
-    def layer_module(self, layer: int) -> nn.Module:
-        return LogLengthFactors(self.shape)
-
-
-class RotarySSMax(SSMax, Rope):
-    """With RoPE, as in the paper."""
-
-
-def build(shape: Shape, base: float | None) -> Encoding:
-    """base: of RoPE; None: no rotation."""
-    return SSMax(shape) if base is None else RotarySSMax(shape, base, interleaved=False)
+build = in_layers(LogLengthFactors)  # the paper rotates, too

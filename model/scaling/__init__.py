@@ -83,7 +83,7 @@ class ContextChange:
         frequencies = None if inv_freq is None else tuple(inv_freq.tolist())
         window = (self.window, self.always_visible) if self.window is not None and self.window < n else None
         logn = self.logn if self.logn is not None and self.logn < n else None
-        position_map = self.position_map if self.position_map and self.position_map.unchanged_up_to < n else None
+        position_map = self.position_map if self.position_map and self.position_map.near < n else None
         return frequencies, self.attention_factor, window, logn, position_map
 
     def reach(self, n: int, last: int, n_layers: int) -> int:

@@ -24,17 +24,12 @@ PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; 
 
 @dataclass(frozen=True)
 class Chunks(PositionMap):
-    """Chunks of s tokens, whose queries have the position c at most."""
+    """Chunks of `near` (s above) tokens, whose queries have the position c at most."""
 
-    s: int
     c: int
 
-    @property
-    def unchanged_up_to(self) -> int:
-        return self.s
-
     def regions(self) -> list[Region]:
-        s, c = self.s, self.c
+        s, c = self.near, self.c
 
         def succeeding(m: Tensor) -> Tensor:
             return (m % s + s).clamp(max=c)

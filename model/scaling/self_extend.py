@@ -19,18 +19,13 @@ PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; 
 
 @dataclass(frozen=True)
 class Grouped(PositionMap):
-    """Keys at distance w or more have the positions of their groups."""
+    """Keys at distance `near` (w above) or more have the positions of their groups."""
 
-    w: int
     group: int
 
-    @property
-    def unchanged_up_to(self) -> int:
-        return self.w
-
     def regions(self) -> list[Region]:
-        shift = self.w - self.w // self.group
-        return [Region(lambda m: m - self.w + 1, lambda m: m // self.group + shift, lambda n: n // self.group)]
+        shift = self.near - self.near // self.group
+        return [Region(lambda m: m - self.near + 1, lambda m: m // self.group + shift, lambda n: n // self.group)]
 
 
 def scale(
