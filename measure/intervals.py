@@ -12,12 +12,14 @@ seeds.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import special
 
 LEVEL = 0.95  # of all intervals
 MOST_SEEDS = 1000  # `seeds_needed` looks no further
+Floats = np.ndarray | float
 
 
 def interval_text(mean: float, low: float, high: float, form: str = "+.3f") -> str:
@@ -96,16 +98,16 @@ def variance_of_mean(delta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return variance, np.full(variance.shape, D - 1.0)
     seeds, documents, interaction = mean_squares(delta)
     total = np.maximum(seeds, interaction) + np.maximum(documents, interaction) - interaction
+    return total / (S * D), degrees_of_freedom(seeds, total, S - 1, D)
+
+
+def degrees_of_freedom(seeds: Floats, total: Floats, df_seeds: Floats, D: int) -> np.ndarray:
+    """Of a variance `total`. seeds: their part of it, with df_seeds degrees of freedom [...]"""
     share = np.minimum(seeds, total) / np.where(total > 0, total, 1.0)
-    return total / (S * D), degrees_of_freedom(share, S, D)
+    return 1 / (share / df_seeds + (1 - share) / (D - 1))
 
 
-def degrees_of_freedom(share: np.ndarray | float, S: int, D: int) -> np.ndarray:
-    """Of the variance of the mean. share: of the seeds in it, 0 .. 1 [...]"""
-    return 1 / (np.asarray(share) / (S - 1) + (1 - np.asarray(share)) / (D - 1))
-
-
-def half_width(variance: np.ndarray | float, df: np.ndarray | float, level: float = LEVEL) -> np.ndarray:
+def half_width(variance: Floats, df: Floats, level: float = LEVEL) -> np.ndarray:
     """Half of a two-sided t interval."""
     return special.stdtrit(df, (1 + level) / 2) * np.sqrt(variance)
 
@@ -123,6 +125,7 @@ class Estimate:
     seeds: int = 1
     documents: int = 1
     components: tuple[float, float, float] | None = None  # variances of seed, document, interaction; None: one seed
+    groups: int = 1  # with so many seeds each
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -156,7 +159,7 @@ class Estimate:
         for S in range(2, MOST_SEEDS + 1):
             of_seeds = seed / S + interaction / (S * D)
             variance = of_seeds + document / D
-            df = degrees_of_freedom(of_seeds / variance, S, D) if variance else np.inf
+            df = degrees_of_freedom(of_seeds, variance, self.groups * (S - 1), D)
             if half_width(variance, df, 1 - alpha) < abs(self.mean - margin):
                 return S
         return None
@@ -167,6 +170,38 @@ def estimate(delta: np.ndarray) -> Estimate:
     variance, df = (float(x) for x in variance_of_mean(delta))
     components = variance_components(delta) if len(delta) > 1 else None
     return Estimate(float(delta.mean()), variance, df, *delta.shape, components)
+
+
+# ---- between two groups of runs ----
+
+
+def estimate_between(a: np.ndarray, b: np.ndarray) -> Estimate:
+    """mean(a) - mean(b) of two groups of runs, nats per token. a, b: [..., S, D], with 2 or more seeds each
+
+    Both groups are evaluated on the same documents, but their seeds are independent trainings, also where their numbers
+    agree. So the seeds' variances of both groups add up, and documents count by their differences:
+
+    variance = sum over both groups of (MS_seeds - MS_interaction) / (S D) + var(mean a - mean b of a document) / D
+
+    The last term also contains the interactions. The guards are those of `variance_of_mean`. The seeds' part has the
+    degrees of freedom of Welch (1947), and is combined with that of the documents as there. For b = 0 all this is the
+    variance of the mean of a.
+
+    Simulated with 4 and 4, 4 and 8 or 6 and 6 seeds, over all sets of variance components, those of b being 0, 0.1 or 1
+    times those of a, the lowest coverage of the 95 % interval is 93.5 %: tests/test_mixed_effects.py.
+    """
+    D, (S, T) = a.shape[-1], (a.shape[-2], b.shape[-2])
+    of_a, _, rest_a = (ms / (S * D) for ms in mean_squares(a))
+    of_b, _, rest_b = (ms / (T * D) for ms in mean_squares(b))
+    of_a, of_b, rest = np.maximum(of_a, rest_a), np.maximum(of_b, rest_b), rest_a + rest_b
+    documents = np.maximum((a.mean(axis=-2) - b.mean(axis=-2)).var(axis=-1, ddof=1) / D, rest) - rest
+    variance = of_a + of_b + documents
+    # At least 1: where both parts are 0
+    welch = np.maximum((of_a + of_b) ** 2 / np.maximum(of_a**2 / (S - 1) + of_b**2 / (T - 1), 1e-300), 1.0)
+    df = degrees_of_freedom(of_a + of_b, variance, welch, D)
+    components = (S * of_a + T * of_b, D * documents, 0.0)  # the interactions are in that of the seeds
+    mean: Any = a.mean(axis=(-2, -1)) - b.mean(axis=(-2, -1))
+    return Estimate(mean, variance, df, min(S, T), D, components, groups=2)
 
 
 # ---- many differences ----
