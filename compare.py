@@ -20,7 +20,7 @@ from engine import checkpoint
 from engine.files import locked
 from engine.run import find_runs
 from measure.curves import Curve, Row, read_run, select_shared
-from measure.groups import command_for_seeds, group_names, print_verdicts
+from measure.groups import group_names, print_verdicts
 from measure.page import write_page
 from measure.report import Accuracy, Losses
 
@@ -82,19 +82,16 @@ def read_curves(runs: str, names: Sequence[str], configs: Mapping[str, TrainConf
     """The curves of the present weights of all runs or, if there are names, of these, with their groups.
 
     names: of groups, or of runs, which are then shown alone. configs: run -> settings; a run without them, and one that
-    is still in training, is in no group. UserError for a name without a run, for one that has not been evaluated, and
-    if there is no curve at all.
+    is still in training, is in no group. UserError for a name without an evaluated run, and if there is no curve.
     """
     groups = group_names(configs)
     evaluated = sorted({file.parent.parent.name for file in Path(runs).glob("*/eval/*.jsonl")})
     shown = {} if names else {run: groups.get(run, run) for run in evaluated}
     for name in names:
-        of_name = [run for run, group in groups.items() if group == name] or [name]
-        if not any(Path(runs, run).is_dir() for run in of_name):
-            raise UserError(f"{name}: no such run in {runs}/")
-        if not {*of_name} & {*evaluated}:
-            raise UserError(f"{name}: has not been evaluated yet: python eval.py run={of_name[0]}")
-        shown |= {run: name for run in evaluated if run in of_name}
+        of_name = [run for run in evaluated if groups.get(run) == name] or [run for run in evaluated if run == name]
+        if not of_name:
+            raise UserError(f"{name}: no evaluated run of this name in {runs}/: first: python eval.py run={name}")
+        shown |= dict.fromkeys(of_name, name)
     curves = []
     for run, group in shown.items():
         folder, steps = Path(runs, run), configs[run].steps if run in configs else 0
@@ -109,39 +106,41 @@ def read_curves(runs: str, names: Sequence[str], configs: Mapping[str, TrainConf
 
 
 def most_shared_texts(curves: list[Curve]) -> str:
-    """The key of the texts that most runs were evaluated on; of several such keys, the one with the most curves.
+    """The key of the texts that most runs were evaluated on; of several such keys, the first with the most curves.
 
     The key is `Row.texts` (measure/curves.py), a hash of the task and its texts.
     """
-    found = {(row.texts, c.run, c.label) for c in curves for row in c.rows}
-    runs = Counter(texts for texts, _ in {(texts, run) for texts, run, _ in found})
+    found = dict.fromkeys((row.texts, c.run, c.label) for c in curves for row in c.rows)
+    runs = Counter(texts for texts, _ in dict.fromkeys((texts, run) for texts, run, _ in found))
     count = Counter(texts for texts, *_ in found)
     return max(count, key=lambda texts: (runs[texts], count[texts]))
 
 
 def print_left_out(curves: Sequence[Curve], here: Row, configs: Mapping[str, TrainConfig]) -> None:
-    """Name the curves on other texts than the row `here`, with what differs, and the command that shows them."""
+    """Name the curves on other texts than the row `here`, with the reason and a command that shows them.
+
+    Two vocabularies never have the same targets, also on the same text: targets are the last tokens of windows that end
+    at a token, so they cover other bytes.
+    """
     wanted, lines = facts(here, configs), set()
-    shown = {c.group for c in curves if any(row.texts == here.texts for row in c.rows)}
-    for c, row in ((c, row) for c in curves for row in c.rows if row.texts != here.texts):
+    shown = {(c.run, c.label) for c in curves if any(row.texts == here.texts for row in c.rows)}
+    for c, row in ((curve, row) for curve in curves for row in curve.rows if row.texts != here.texts):
         found = facts(row, configs)
-        differs = [key for key in found if None not in (found[key], wanted[key]) and found[key] != wanted[key]]
-        reason = ", ".join(f"{key} {found[key]} (here {wanted[key]})" for key in differs) or "other documents"
-        command = f"python compare.py {c.group}" + f" --task {row.task.split()[0]}" * ("task" in differs)
-        if not {"task", "corpus", "vocabulary"} & {*differs}:
+        differs = next((key for key in found if found[key] != wanted.get(key)), "documents")
+        command = f"python compare.py {c.group}" + f" --task {row.task.split()[0]}" * (differs == "task")
+        if differs in ("ctx", "documents"):
             command = f"python eval.py run={c.run} ctx={here.ctx} documents={here.documents}"
-        lines.add(f"  {c.group}: {reason}" + f": {command}" * (c.group not in shown or "task" in differs))
+        if differs == "task" or (c.run, c.label) not in shown:
+            lines.add(f"  {c.group}: {differs} {found[differs]}, not {wanted.get(differs)}: {command}")
     if lines:
-        print("\nleft out, because other tokens are scored, whose losses cannot be compared with these:")
-    print("\n".join(sorted(lines)))
+        print("\nleft out, because other tokens are scored:", *sorted(lines), sep="\n")
 
 
 def facts(row: Row, configs: Mapping[str, TrainConfig]) -> dict[str, Any]:
-    """What the scored tokens of a row follow from, as far as it is known."""
+    """What the scored tokens of a row follow from, as far as it is known, and first what explains the most."""
     data = configs[row.run].data if row.run in configs else {}
-    vocabulary = f"{data['tokenizer']} {data['vocab_size']}" if data else None
-    known = {"task": row.task, "corpus": data.get("kind"), "vocabulary": vocabulary}
-    return known | {"ctx": row.ctx, "documents": row.documents}
+    known = {"corpus": data["kind"], "vocabulary": f"{data['tokenizer']} {data['vocab_size']}"} if data else {}
+    return {"task": row.task} | known | {"ctx": row.ctx, "documents": row.documents}
 
 
 if __name__ == "__main__":

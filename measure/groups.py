@@ -3,40 +3,37 @@
 import itertools
 import re
 import shlex
+import textwrap
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import numpy as np
 
 from conf.schema import RUN_CONTROL, TrainConfig, flatten
-from measure.curves import Curve, Row
+from measure.curves import Curve, Row, per_document_difference
 from measure.gain import by_group
-from measure.intervals import LEVEL, Estimate, estimate_between, interval_text, q_values
+from measure.intervals import LEVEL, estimate, interval_text, q_values
 from measure.report import print_table
 
 FEWEST = 4  # seeds of each group: with fewer, a difference between groups has neither an interval nor a verdict
 CHANCE = 0.7  # nats per token: 95 % of the differences past L between two trainings of one model are smaller
-PARENT = ("init", "pretrained.run", "pretrained.weights")  # differ between fine-tunings of several seeds
 Rows = Mapping[int, Sequence[Row]]  # n -> the row of each seed
+Configs = Mapping[str, TrainConfig]  # run -> its settings
 
-# ---- which runs are a group ----
 
-
-def group_names(configs: Mapping[str, TrainConfig]) -> dict[str, str]:
+def group_names(configs: Configs) -> dict[str, str]:
     """run -> the name of its group: that of the run with the lowest seed, without the seed: `rope` for rope-seed0.
 
-    The runs of a group have the same settings, except seed, name and run control. So have the runs that fine-tuned ones
-    started from. A second run with one seed, or of one parent, is no further seed but a group of its own. A group has
-    the full name of its first run if another has the shorter one.
+    The runs of a group have the same settings, except seed, name and run control. A second run with one seed, or a
+    second one that fine-tunes one run of ours, is no further training: it is a group of its own. A group has the full
+    name of its first run if another has the shorter one.
     """
     groups: dict[str, dict[int | str, str]] = defaultdict(dict)
     for run, cfg in sorted(configs.items(), key=lambda item: (item[1].seed, item[0])):
-        key, seed = settings(cfg), cfg.seed
-        if parent := configs.get(cfg.init or ""):
-            key = {k: v for k, v in key.items() if k not in PARENT} | {"parent": settings(parent)}
-            seed = cfg.pretrained["weights"]
-        groups[run if seed in groups[repr(key)] else repr(key)][seed] = run
+        key = repr(sorted((k, repr(v)) for k, v in flatten(asdict(cfg)).items() if k not in (*RUN_CONTROL, "seed")))
+        seed = cfg.pretrained["weights"] if cfg.init in configs else cfg.seed
+        groups[run if seed in groups[key] else key][seed] = run
     names: dict[str, str] = {}
     for first, *others in (of_seeds.values() for of_seeds in groups.values()):
         short = re.sub(rf"-(s|seed){configs[first].seed}(?=-|$)", "", first)
@@ -45,87 +42,71 @@ def group_names(configs: Mapping[str, TrainConfig]) -> dict[str, str]:
     return names
 
 
-def settings(cfg: TrainConfig) -> dict:
-    """Those that the runs of a group share."""
-    return {k: v for k, v in flatten(asdict(cfg)).items() if k not in (*RUN_CONTROL, "seed")}
-
-
-def command_for_seeds(configs: Sequence[TrainConfig]) -> str:
-    """The command that trains the seeds that a group of runs with these settings lacks, as far as it is known."""
-    used = {cfg.seed for cfg in configs}
-    seeds = [str(seed) for seed in range(2 * FEWEST) if seed not in used][: FEWEST - len(configs)]
-    typed = configs[0].typed if configs and not configs[0].init else None
-    kept = ["..."] if typed is None else [x for x in typed if not x.startswith(("seed=", "name=", "fresh="))]
+def missing_seeds(rows: Sequence[Row], configs: Configs) -> str:
+    """The trained runs of a group that are not among these rows, one for each seed, or the command that trains more."""
+    names, shown, used = group_names(configs), {row.run for row in rows}, {row.seed for row in rows}
+    group, typed = names[rows[0].run], configs[rows[0].run].typed
+    kept = [x for x in typed if not x.startswith(("seed=", "name=", "fresh="))]
+    if others := sorted(run for run in names if names[run] == group and run not in shown):
+        return f"trained, but not evaluated or not named: {', '.join(others)}: name {group}"
+    seeds = [str(seed) for seed in range(2 * FEWEST) if seed not in used][: FEWEST - len(rows)]
     return shlex.join(["python", "train.py", "-m", *kept, f"seed={','.join(seeds)}"])
 
 
-# ---- which of two groups is better ----
+def print_verdicts(curves: Sequence[Curve], names: Sequence[str], labels: Sequence[str], configs: Configs) -> None:
+    """Print, for each method, how the loss of every other group differs from that of the first one, at each n >= L.
 
-
-def print_verdicts(
-    curves: Sequence[Curve], names: Sequence[str], labels: Collection[str], configs: Mapping[str, TrainConfig]
-) -> None:
-    """Print, for each method, the difference of the loss of every other group to the first one at each n >= L.
-
-    names: of the groups. labels: of the methods. configs: run -> settings, of all trained runs.
+    names: of the groups. labels: of the methods. configs: of all trained runs.
     """
     groups = by_group(curves)
-    for name, label in itertools.product(dict.fromkeys(names[1:]), labels):
+    for name, label in itertools.product(names[1:], labels):
         a, b = (groups.get((group, label), {}) for group in (name, names[0]))
         shared = sorted(n for n in a.keys() & b.keys() if a[n][0].documents > 1)
         L = min((rows[0].longest_trained_ctx for at in (a, b) for rows in at.values()), default=0)
         ns = shared[max(0, sum(n <= L for n in shared) - 1) :]  # from the longest one within both trained contexts
         if not ns:
             continue
-        pair = {name: {n: a[n] for n in ns}, names[0]: {n: b[n] for n in ns}}
-        seeds = {group: len(at[ns[0]]) for group, at in pair.items()}
-        of_seeds = f"{seeds[name]} and {seeds[names[0]]} seeds"
-        method = "" if label == "none" else f", both with {label}"
-        print(f"\nloss of {name} and of {names[0]}{method}, nats/token; {of_seeds}")
-        if min(seeds.values()) >= FEWEST:
-            print(f"verdict from {of_seeds}: {name} is {verdict(*pair.values(), L)}")
-            continue
-        lines = {n: {group: " ".join(f"{row.loss:.3f}" for row in at[n]) for group, at in pair.items()} for n in ns}
-        print_table({f"{n:>6}": cells for n, cells in lines.items()})
-        print(f"no verdict: {of_seeds} decide nothing, because two trainings of one model differ by chance,")
-        print(f"past L = {L} by up to {CHANCE} nats/token. Missing are {FEWEST} seeds of each:")
-        names_of = group_names(configs)
-        for group in (group for group, S in seeds.items() if S < FEWEST):
-            print(f"  {group}: {command_for_seeds([configs[run] for run, x in names_of.items() if x == group])}")
+        print(f"\n{name} against {names[0]}, {label}: loss in nats/token")
+        few = [rows for rows in (a[ns[0]], b[ns[0]]) if len(rows) < FEWEST]
+        text = f"verdict from {len(a[ns[0]])} and {len(b[ns[0]])} seeds: "
+        if few:
+            losses = {n: [" ".join(f"{row.loss:.3f}" for row in at[n]) for at in (a, b)] for n in ns}
+            print_table({f"{n:>6}": dict(zip((name, names[0]), x, strict=True)) for n, x in losses.items()})
+            text += f"none, because two trainings of one model differ by chance, past L = {L} by up to {CHANCE} "
+            text += f"nats/token. At least {FEWEST} seeds of each are needed"
+        else:
+            text += f"{name} is {verdict(a, b, ns, L)}"
+        print(textwrap.fill(text, 80))
+        for rows in (rows for rows in few if rows[0].run in configs):
+            print(f"  {missing_seeds(rows, configs)}")
 
 
-def verdict(a: Rows, b: Rows, L: int) -> str:
-    """Print the differences of the losses, a - b, at each length, and return where a is better, worse or undecided.
+def verdict(a: Rows, b: Rows, ns: Sequence[int], L: int) -> str:
+    """Print the differences of the losses, a - b, at these lengths, and return where a is better, worse or undecided.
 
-    If those at the longest length up to L differ, the rises of the losses since then are compared instead of the losses.
-    A difference counts if q < 0.05 over the lengths.
+    If the losses at the first length differ, and it is at most L, the rises of the losses since then are compared in
+    place of the losses. A difference counts if q < 0.05 over the lengths.
     """
 
-    def difference(n: int, *since: int) -> Estimate:
-        both = [[rows[m] for m in (n, *since)] for rows in (a, b)]
-        windows = sorted(set.intersection(*({*row.scored_windows} for rows in both for at in rows for row in at)))
-        losses = [[np.array([row.document_losses(windows) for row in at]) for at in rows] for rows in both]
-        return estimate_between(*(at_n - sum(at_start) for at_n, *at_start in losses))
+    def losses(at: Rows, n: int, rise: bool = False) -> np.ndarray:  # [seeds, documents]
+        if rise:
+            return np.array([per_document_difference(x, y) for x, y in zip(at[n], at[ns[0]], strict=True)])
+        return np.array([row.document_losses(row.scored_windows) for row in at[n]])
 
-    start = min(a)
-    low, high = difference(start).interval
-    rise = start <= L and not low <= 0 <= high
-    found = {n: difference(n, *[start] * (rise and n > start)) for n in a}
-    q = q_values([min(1.0, 2 * min(x.p_above(0), x.p_below(0))) for x in found.values()])
+    low, high = estimate(losses(a, ns[0]), losses(b, ns[0])).interval
+    rises = ns[1:] if ns[0] <= L and not low <= 0 <= high else []
+    found = [estimate(losses(a, n, n in rises), losses(b, n, n in rises)) for n in ns]
+    q = q_values([min(1.0, 2 * min(x.p_above(0), x.p_below(0))) for x in found])
     lines, outcomes = {}, defaultdict(list)
-    for (n, x), q_of_n in zip(found.items(), q, strict=True):
-        what = f"rise since {start}" if rise and n > start else "loss"
-        lines[f"{n:>6}"] = {
-            "of the": what,
-            "difference [95 %]": interval_text(x.mean, *x.interval),
-            "q": f"{q_of_n:.2g}",
-        }
-        outcome, more = "better" if x.mean < 0 else "worse", ""
-        if q_of_n >= 1 - LEVEL:
+    for n, x, q_of_n in zip(ns, found, q, strict=True):
+        what = f"rise since {ns[0]}" if n in rises else "loss"
+        lines[f"{n:>6}"] = {"": what, "difference [95 %]": interval_text(x.mean, *x.interval), "q": f"{q_of_n:.2g}"}
+        if q_of_n < 1 - LEVEL:
+            outcomes["better" if x.mean < 0 else "worse"].append(str(n))
+        else:
             needed = x.seeds_needed(0, (1 - LEVEL) / len(q))
-            more = f"{max(needed, x.seeds + 1)} seeds of each" if needed else "not more seeds but task.windows=32"
-            outcome, more = "undecided", f" ({more} would decide)"
-        outcomes[outcome].append(f"{n}{more}")
+            more = f"{max(needed, x.seeds + 1)} seeds of each" if needed else "task.windows=32, not more seeds,"
+            outcomes["undecided"].append(f"{n} ({more} would decide)")
     print_table(lines)
-    why = f"; past {start} by the rise of the loss, because the losses at {start} differ" if rise else ""
+    why = f"; past {ns[0]} by the rise of the loss, because the losses at {ns[0]} differ" if rises else ""
     return "; ".join(f"{outcome} at n = {', '.join(at)}" for outcome, at in outcomes.items()) + why

@@ -98,7 +98,7 @@ class Losses:
         return f"tax inside the trained context (n={row.n}, factor {row.factor:g}): {price}"
 
     def print_comparison(self, shown: Sequence[Curve]) -> None:
-        """Print bits per byte on the same targets: a line for each group and method, a column for each length from L on.
+        """Print bits per byte on the same targets: a line for each group and method, columns from L on.
 
         It is the mean over the seeds, which a column names. Shorter lengths are in the figure.
         """
