@@ -72,7 +72,7 @@ def gain(row: Row, control: Row) -> tuple[float, float, float]:
 def by_group(curves: Collection[Curve]) -> dict[tuple[str, str], dict[int, list[Row]]]:
     """(group, method) -> n -> the row of each seed, at the lengths that all seeds have."""
     seeds: dict[tuple[str, str], list[dict[int, Row]]] = defaultdict(list)
-    for c in curves:
+    for c in sorted(curves, key=lambda c: c.first.seed):
         seeds[c.group, c.label].append(c.by_length())
     shared = {key: sorted(set.intersection(*map(set, of_seeds))) for key, of_seeds in seeds.items()}
     return {key: {n: [rows[n] for rows in seeds[key]] for n in ns} for key, ns in shared.items() if ns}

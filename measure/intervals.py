@@ -108,12 +108,12 @@ def variance_of_mean(*groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if sizes == [1]:
         return documents, np.full(documents.shape, D - 1.0)
     squares = [[ms / (S * D) for ms in mean_squares(x)] for x, S in zip(groups, sizes, strict=True)]
-    seeds = np.array([np.maximum(of_seeds, interaction) for of_seeds, _, interaction in squares])
-    interaction = sum(interaction for *_, interaction in squares)
-    total = seeds.sum(axis=0) + np.maximum(documents, interaction) - interaction
+    seeds, interaction = np.array([x[0] for x in squares]), np.array([x[2] for x in squares])
+    of_interaction, of_seeds = interaction.sum(axis=0), seeds.sum(axis=0)
+    total = np.maximum(seeds, interaction).sum(axis=0) + np.maximum(documents, of_interaction) - of_interaction
     welch = sum(x**2 / (S - 1) for x, S in zip(seeds, sizes, strict=True))
-    df = np.where(welch > 0, seeds.sum(axis=0) ** 2, 1) / np.where(welch > 0, welch, 1)
-    return total, degrees_of_freedom(seeds.sum(axis=0) / np.where(total > 0, total, 1), df, D)
+    df = np.where(of_seeds > 0, of_seeds**2, 1) / np.where(of_seeds > 0, welch, 1)
+    return total, degrees_of_freedom(np.minimum(of_seeds, total) / np.where(total > 0, total, 1), df, D)
 
 
 def degrees_of_freedom(share: np.ndarray | float, seeds: np.ndarray | float, D: int) -> np.ndarray:

@@ -139,7 +139,7 @@ class Losses:
             line = np.array([bits[key].get(n, (0,))[0] for n in ns])
             return np.stack((line, line + mean - high, line + mean - low))
 
-        title += "\nbands: 95 % of the difference from the better control"
+        title += "\nbands: 95 % of the difference from the better control, over seeds and documents"
         fig = plots.draw_curves(one_of_each(shown), band, title, "bits per byte (same targets at every n)", nats=nats)
         plots.save(fig, path)
 

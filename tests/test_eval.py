@@ -584,7 +584,7 @@ def test_compare_lays_runs_over_each_other(runs, monkeypatch):
     assert "accuracy is at least 50 %" in out and "ntk" in out and "bits/byte" not in out
     assert Path("runs/compare.png").exists() and Path("runs/acc.png").exists()
     for argv, message in (
-        (["absent"], "absent: no such run in runs/"),
+        (["absent"], "absent: no evaluated run of this name in runs/"),
         (["rope", "--only", "yarn9"], "--only yarn9: no curve is labelled yarn9; there are "),
         (["rope", "--task", "sliding"], "--task sliding: no curve of this task"),
     ):
