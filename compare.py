@@ -9,18 +9,16 @@ measured here.
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from conf.errors import UserError, user_errors
-from conf.schema import TrainConfig
 from engine import checkpoint
 from engine.files import locked
 from engine.run import find_runs
 from measure.curves import Curve, Row, read_run, select_shared
-from measure.groups import group_names, print_verdicts
+from measure.groups import Configs, group_names, print_verdicts
 from measure.page import write_page
 from measure.report import Accuracy, Losses
 
@@ -43,8 +41,6 @@ def main() -> None:
 
     if Path(args.out).suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--out {args.out}: must end in .png, .svg or .pdf")
-    if not args.runs:
-        raise UserError("--runs: must be the path of a folder")
     out = Path(args.out) if "/" in args.out else Path(args.runs) / args.out
 
     # ---- the curves that can be compared: those on the same targets ----
@@ -78,7 +74,7 @@ def main() -> None:
             print(f"page: {page}")
 
 
-def read_curves(runs: str, names: Sequence[str], configs: Mapping[str, TrainConfig]) -> list[Curve]:
+def read_curves(runs: str, names: Sequence[str], configs: Configs) -> list[Curve]:
     """The curves of the present weights of all runs or, if there are names, of these, with their groups.
 
     names: of groups, or of runs, which are then shown alone. configs: run -> settings; a run without them, and one that
@@ -116,7 +112,7 @@ def most_shared_texts(curves: list[Curve]) -> str:
     return max(count, key=lambda texts: (runs[texts], count[texts]))
 
 
-def print_left_out(curves: Sequence[Curve], here: Row, configs: Mapping[str, TrainConfig]) -> None:
+def print_left_out(curves: Sequence[Curve], here: Row, configs: Configs) -> None:
     """Name the curves on other texts than the row `here`, with the reason and a command that shows them.
 
     Two vocabularies never have the same targets, also on the same text: targets are the last tokens of windows that end
@@ -136,7 +132,7 @@ def print_left_out(curves: Sequence[Curve], here: Row, configs: Mapping[str, Tra
         print("\nleft out, because other tokens are scored:", *sorted(lines), sep="\n")
 
 
-def facts(row: Row, configs: Mapping[str, TrainConfig]) -> dict[str, Any]:
+def facts(row: Row, configs: Configs) -> dict[str, object]:
     """What the scored tokens of a row follow from, as far as it is known, and first what explains the most."""
     data = configs[row.run].data if row.run in configs else {}
     known = {"corpus": data["kind"], "vocabulary": f"{data['tokenizer']} {data['vocab_size']}"} if data else {}

@@ -100,7 +100,8 @@ class Losses:
     def print_comparison(self, shown: Sequence[Curve]) -> None:
         """Print bits per byte on the same targets: a line for each group and method, columns from L on.
 
-        It is the mean over the seeds, which a column names. Shorter lengths are in the figure.
+        It is the mean over the seeds, which a column names, at the lengths that all of them have. The figure also has
+        the lengths below L.
         """
         first, contexts = shown[0].first, sorted({c.first.train_ctx for c in shown})
         scored = f"the tokens that task={first.task} scores\nin {first.documents} held-out documents"

@@ -577,7 +577,7 @@ def test_compare_lays_runs_over_each_other(runs, monkeypatch):
     _, out, err = helpers.run_command(compare.main, ["rope", "alibi", "--gain"], monkeypatch)
     bad.unlink()
     assert "rope  ntk" in out and "alibi  none" in out and "gain over the better control" in out
-    assert re.search(r"\nleft out.*\n(  .*\n)*  rope: task=recall", out)
+    assert re.search(r"\nleft out.*\n(  .*\n)*  rope: task recall", out)
     assert "left out: runs/rope/eval/broken.jsonl: not a curve" in err
     answers = ["--task", "recall", "--threshold", "0.5", "--out", "acc.png"]
     _, out, _ = helpers.run_command(compare.main, answers, monkeypatch)

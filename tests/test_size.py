@@ -11,13 +11,13 @@ from tests.source import ROOT, circle, code_lines, edges, functions, imports_of,
 
 # Limits, and where they are above the aim, the aim: a limit rises only with what a new feature needs
 BUDGETS = {
-    "commands": 464,
+    "commands": 487,
     "conf": 527,
     "data": 550,
     "engine": 785,
     "kernels": 340,
     "model": 1414,
-    "measure": 1300,
+    "measure": 1390,
     "hf": 1220,
     "studies": 1535,
     "bench": 455,
