@@ -1,28 +1,33 @@
 """Lay the evaluated curves of any runs over each other, offline: python compare.py [RUN ...]
 
-Prints one table and draws one figure of every curve that eval.py has measured on the same targets. Curves on other
-texts (another task, corpus or documents) are named and left out, because their losses are not comparable. Nothing is
+Prints one table and draws one figure of every curve that eval.py has measured on the same targets. Runs that differ
+only in their seed are one curve, their mean. With two or more names it also tells whether the others are better than
+the first. Curves on other targets are left out, with the reason, because their losses are not comparable. Nothing is
 measured here.
 """
 
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from conf.errors import UserError, user_errors
 from engine import checkpoint
 from engine.files import locked
-from measure.curves import Curve, read_run, select_shared
+from engine.run import find_runs
+from measure.curves import Curve, Row, read_run, select_shared
+from measure.groups import Configs, group_names, print_verdicts
 from measure.page import write_page
-from measure.report import Accuracy, Losses, print_left_out
+from measure.report import Accuracy, Losses
 
 
 @user_errors
 def main() -> None:
     """Parse the command line, select the comparable curves, and print and draw them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("run", nargs="*", help="names of runs; all of them if none is named")
+    parser.add_argument("run", nargs="*", help="runs, or groups of seeds; all if none is named")
     parser.add_argument("--only", help="labels to show, such as none,window; all of them otherwise")
     parser.add_argument("--gain", action="store_true", help="print each curve's gain over the better control, too")
     parser.add_argument(
@@ -36,12 +41,11 @@ def main() -> None:
 
     if Path(args.out).suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--out {args.out}: must end in .png, .svg or .pdf")
-    if not args.runs:
-        raise UserError("--runs: must be the path of a folder")
     out = Path(args.out) if "/" in args.out else Path(args.runs) / args.out
 
     # ---- the curves that can be compared: those on the same targets ----
-    curves = read_curves(args.runs, args.run)
+    configs = find_runs(args.runs)
+    curves = read_curves(args.runs, args.run, configs)
     if args.task and not (curves := [c for c in curves if c.first.task.split()[0] == args.task]):
         raise UserError(f"--task {args.task}: no curve of this task: first: python eval.py task={args.task}")
     texts = most_shared_texts(curves)
@@ -58,7 +62,9 @@ def main() -> None:
     report.print_comparison(shown)
     if args.gain and isinstance(report, Losses):
         report.print_gains(shown, selected)
-    print_left_out(curves, texts)
+    if len(args.run) > 1 and isinstance(report, Losses):
+        print_verdicts(selected, args.run, [label for label in only if label != "window"], configs)
+    print_left_out(curves, shown[0].first, configs)
     with locked(out.parent, wait=True):  # another compare.py may write the same files
         report.draw(shown, out, f"Curves against context length, on the same targets, {of_task}", selected)
         print(f"figure: {out}")
@@ -68,40 +74,69 @@ def main() -> None:
             print(f"page: {page}")
 
 
-def read_curves(runs: str, names: list[str]) -> list[Curve]:
-    """The curves of the present weights of the named runs, or of all runs under the folder `runs` if names is empty.
+def read_curves(runs: str, names: Sequence[str], configs: Configs) -> list[Curve]:
+    """The curves of the present weights of all runs or, if there are names, of these, with their groups.
 
-    UserError for a name without a run, for a run that has not been evaluated, and if there is no curve at all.
+    names: of groups, or of runs, which are then shown alone. configs: run -> settings; a run without them, and one that
+    is still in training, is in no group. UserError for a name without an evaluated run, and if there is no curve.
     """
+    groups = group_names(configs)
+    evaluated = sorted({file.parent.parent.name for file in Path(runs).glob("*/eval/*.jsonl")})
+    shown = {} if names else {run: groups.get(run, run) for run in evaluated}
     for name in names:
-        if not (Path(runs) / name).is_dir():
-            raise UserError(f"{name}: no such run in {runs}/")
-        if not list(Path(runs, name, "eval").glob("*.jsonl")):
-            raise UserError(f"{name}: has not been evaluated yet: python eval.py run={name}")
-    evaluated = {file.parent.parent for file in Path(runs).glob("*/eval/*.jsonl")}
-    folders = sorted(folder for folder in evaluated if not names or folder.name in names)
-    if not folders:
-        raise UserError(f"no evaluated curve in {runs}/: first: python eval.py ctx=8192 scaling=ntk")
+        of_name = [run for run in evaluated if groups.get(run) == name] or [run for run in evaluated if run == name]
+        if not of_name:
+            raise UserError(f"{name}: no evaluated run of this name in {runs}/: first: python eval.py run={name}")
+        shown |= dict.fromkeys(of_name, name)
     curves = []
-    for folder in folders:
+    for run, group in shown.items():
+        folder, steps = Path(runs, run), configs[run].steps if run in configs else 0
         try:
-            curves += read_run(folder, checkpoint.digest_of(folder))
+            found = read_run(folder, checkpoint.digest_of(folder))
+            curves += [replace(c, named=group if c.first.step >= steps else "") for c in found]
         except UserError as e:  # a damaged ckpt.pt
             print(f"left out: {e}", file=sys.stderr)
     if not curves:
-        raise UserError(f"no curve in {runs}/ can be read: evaluate again: python eval.py ctx=8192 scaling=ntk")
+        raise UserError(f"no evaluated curve in {runs}/: first: python eval.py ctx=8192 scaling=ntk")
     return curves
 
 
 def most_shared_texts(curves: list[Curve]) -> str:
-    """The key of the texts that most runs were evaluated on; of several such keys, the one with the most curves.
+    """The key of the texts that most runs were evaluated on; of several such keys, the first with the most curves.
 
     The key is `Row.texts` (measure/curves.py), a hash of the task and its texts.
     """
-    found = {(row.texts, c.run, c.label) for c in curves for row in c.rows}
-    runs = Counter(texts for texts, _ in {(texts, run) for texts, run, _ in found})
+    found = dict.fromkeys((row.texts, c.run, c.label) for c in curves for row in c.rows)
+    runs = Counter(texts for texts, _ in dict.fromkeys((texts, run) for texts, run, _ in found))
     count = Counter(texts for texts, *_ in found)
     return max(count, key=lambda texts: (runs[texts], count[texts]))
+
+
+def print_left_out(curves: Sequence[Curve], here: Row, configs: Configs) -> None:
+    """Name the curves on other texts than the row `here`, with the reason and a command that shows them.
+
+    Two vocabularies never have the same targets, also on the same text: targets are the last tokens of windows that end
+    at a token, so they cover other bytes.
+    """
+    wanted, lines = facts(here, configs), set()
+    shown = {(c.run, c.label) for c in curves if any(row.texts == here.texts for row in c.rows)}
+    for c, row in ((curve, row) for curve in curves for row in curve.rows if row.texts != here.texts):
+        found = facts(row, configs)
+        differs = next((key for key in found if found[key] != wanted.get(key)), "documents")
+        command = f"python compare.py {c.group}" + f" --task {row.task.split()[0]}" * (differs == "task")
+        if differs in ("ctx", "documents"):
+            command = f"python eval.py run={c.run} ctx={here.ctx} documents={here.documents}"
+        if differs == "task" or (c.run, c.label) not in shown:
+            lines.add(f"  {c.group}: {differs} {found[differs]}, not {wanted.get(differs)}: {command}")
+    if lines:
+        print("\nleft out, because other tokens are scored:", *sorted(lines), sep="\n")
+
+
+def facts(row: Row, configs: Configs) -> dict[str, object]:
+    """What the scored tokens of a row follow from, as far as it is known, and first what explains the most."""
+    data = configs[row.run].data if row.run in configs else {}
+    known = {"corpus": data["kind"], "vocabulary": f"{data['tokenizer']} {data['vocab_size']}"} if data else {}
+    return {"task": row.task} | known | {"ctx": row.ctx, "documents": row.documents}
 
 
 if __name__ == "__main__":

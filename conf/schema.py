@@ -192,6 +192,8 @@ class TrainConfig(CommonConfig):
     # Set by train.py for a run with init=: name and digest of the parent run (run, weights), and the context and number
     # of tokens of the pre-training (ctx, tokens)
     pretrained: dict[str, Any] = field(default_factory=dict)
+    # Set by train.py: the settings on its command line, for the command that trains further seeds
+    typed: list[str] = field(default_factory=lambda: ["..."])
     ctx: int = setting(256, "tokens in the training window: L", at_least(1))
     positions: str = setting("ordered", "or drawn from a longer range than ctx", one_of("ordered", "random", "pose"))
     longest: int | None = setting(None, "with positions=random or pose: the number of positions; null: 8 ctx")
@@ -241,7 +243,7 @@ class TrainConfig(CommonConfig):
 
 # Settings that do not change the trained weights: a run is resumed although they differ (`differences`)
 RUN_CONTROL = (
-    *("name", "fresh", "save_every", "log_every", "compile", "recompute"),
+    *("name", "typed", "fresh", "save_every", "log_every", "compile", "recompute"),
     *("kernel", "device", "runs", "cache", "project", "shard"),
 )
 

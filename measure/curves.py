@@ -85,6 +85,7 @@ class Curve:
 
     rows: list[Row]
     written: float = 0.0  # modification time of the file, seconds: of two curves the newer one is used
+    named: str = ""  # its group, if that is not its run
 
     @property
     def first(self) -> Row:
@@ -93,6 +94,11 @@ class Curve:
     @property
     def run(self) -> str:
         return self.first.run
+
+    @property
+    def group(self) -> str:
+        """The name of the runs that differ from its run only in the seed: they are shown as one curve."""
+        return self.named or self.run
 
     @property
     def label(self) -> str:

@@ -1,6 +1,7 @@
 """The gain of a method: how much lower its loss is than that of the better control, for one run and over its seeds."""
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ PERPLEXITY, BITS, ACCURACY = "perplexity", "bits per byte", "accuracy, %"
 GAIN = "gain over the better control, nats per token"
 
 Value = Sequence[Any]  # mean, low and high of its 95 % interval, the value of each seed [seeds]
+Line = dict[int, dict[str, Value]]  # n -> quantity -> its value
 
 
 # ---- the two controls ----
@@ -67,17 +69,27 @@ def gain(row: Row, control: Row) -> tuple[float, float, float]:
 # ---- one method with several seeds ----
 
 
-def run_without_seed(row: Row) -> str:
-    """`rope` for the run rope-s1 of seed 1, otherwise the name of the run."""
-    name, _, seed = row.run.rpartition("-s")
-    return name if name and seed == str(row.seed) else row.run
+def by_group(curves: Collection[Curve]) -> dict[tuple[str, str], dict[int, list[Row]]]:
+    """(group, method) -> n -> the row of each seed, at the lengths that all seeds have."""
+    seeds: dict[tuple[str, str], list[dict[int, Row]]] = defaultdict(list)
+    for c in sorted(curves, key=lambda c: c.first.seed):
+        seeds[c.group, c.label].append(c.by_length())
+    shared = {key: sorted(set.intersection(*map(set, of_seeds))) for key, of_seeds in seeds.items()}
+    return {key: {n: [rows[n] for rows in seeds[key]] for n in ns} for key, ns in shared.items() if ns}
+
+
+def lines_of(curves: Collection[Curve]) -> dict[tuple[str, str], Line]:
+    """(group, method) -> its line. curves: with the controls, if the gain is wanted."""
+    windows, nones = ([row for c in curves if c.label == label for row in c.overall] for label in ("window", "none"))
+    groups = by_group(curves).items()
+    return {key: {n: over_seeds(rows, windows, nones) for n, rows in at.items()} for key, at in groups}
 
 
 def over_seeds(rows: list[Row], windows: list[Row], nones: list[Row]) -> dict[str, Value]:
     """quantity -> its value for one method at one length, as far as the rows have it.
 
     rows: one for each seed; with one, intervals are over documents. windows, nones: the rows of the window control and
-    without scaling, of the same runs and all lengths.
+    without scaling, of these and any other runs, of all lengths.
     """
     if all(row.hits for row in rows):
         hits = 100 * np.array([row.hits for row in rows])  # [seeds, examples]

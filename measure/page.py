@@ -1,11 +1,10 @@
 """Curves as one HTML page that opens without a network (compare.py --html, studies.figures --page), drawn by Plotly.
 
 Menus choose the quantity, and the runs or methods; a click in the legend hides a curve, a double click all others.
-Runs that differ only in their seed (`rope-s0` and `rope-s1`) are one curve, their mean.
+Runs that differ only in their seed are one curve, their mean.
 """
 
 import html
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,12 @@ import numpy as np
 
 from conf.errors import UserError
 from engine.files import write_atomically
-from measure.curves import Curve, Row
-from measure.gain import BITS, PERPLEXITY, Value, over_seeds, run_without_seed
+from measure.curves import Curve
+from measure.gain import BITS, PERPLEXITY, Line, lines_of
 from measure.intervals import interval_text
 from measure.plots import NAMES, color_of
 
 LOGARITHMIC = (PERPLEXITY, BITS)
-Line = dict[int, dict[str, Value]]  # n -> quantity -> its value
 
 
 def write_page(curves: Sequence[Curve], path: Path, title: str) -> None:
@@ -33,22 +31,9 @@ def write_page(curves: Sequence[Curve], path: Path, title: str) -> None:
     write_atomically(path, lambda f: f.write(figure.to_html(include_plotlyjs=True).encode()))
 
 
-def lines_of(curves: Sequence[Curve]) -> dict[tuple[str, str], Line]:
-    """(run, method) -> its line. Runs that differ only in their seed are one."""
-    seeds: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in (row for curve in curves for row in curve.overall):
-        seeds[run_without_seed(row), row.label].append(row)
-    lines = {}
-    for (run, label), rows in seeds.items():
-        of_controls = [seeds.get((run, control), []) for control in ("window", "none")]
-        at = {n: [row for row in rows if row.n == n] for n in sorted({row.n for row in rows})}
-        lines[run, label] = {n: over_seeds(of_seeds, *of_controls) for n, of_seeds in at.items()}
-    return lines
-
-
 def draw(curves: Sequence[Curve], title: str) -> dict[str, Any]:
     """A trace for each line, in the legend by run, and the menus with what their buttons change, as Plotly reads it."""
-    lines, encodings = lines_of(curves), {run_without_seed(curve.first): curve.encoding for curve in curves}
+    lines, encodings = lines_of(curves), {curve.group: curve.encoding for curve in curves}
     by_method = [color_of("methods", label) for _, label in lines]
     by_encoding = [color_of("encodings", encodings[run]) for run, _ in lines]
     choices = [("all runs and methods", [True] * len(lines), by_encoding if len({*by_encoding}) > 1 else by_method)]

@@ -134,12 +134,12 @@ def curve_style(curve: Curve, curves: Sequence[Curve]) -> tuple[dict[str, Any], 
     The colour is that of the encoding if there are several, otherwise that of the method. The dashes are those of the
     method, so that a curve can be seen on top of another. Runs of one encoding have different markers.
     """
-    runs = list(dict.fromkeys(c.run for c in curves if c.encoding == curve.encoding))
+    groups = list(dict.fromkeys(c.group for c in curves if c.encoding == curve.encoding))
     labels = list(dict.fromkeys(c.label for c in curves))
     several = len({c.encoding for c in curves}) > 1
     color = color_of("encodings", curve.encoding) if several else color_of("methods", curve.label)
     dashes = CONTROL_DASHES if curve.label == "window" else DASHES[labels.index(curve.label) % len(DASHES)]
     name = NAMES.get(curve.label, curve.label)
-    if len({c.run for c in curves}) > 1:
-        name = f"{curve.run}, {name}" if len(labels) > 1 else curve.run
-    return {"color": color, "linestyle": dashes, "marker": MARKERS[runs.index(curve.run) % len(MARKERS)]}, name
+    if len({c.group for c in curves}) > 1:
+        name = f"{curve.group}, {name}" if len(labels) > 1 else curve.group
+    return {"color": color, "linestyle": dashes, "marker": MARKERS[groups.index(curve.group) % len(MARKERS)]}, name

@@ -13,8 +13,8 @@ import numpy as np
 
 from measure import plots
 from measure.curves import Curve, Row
-from measure.gain import controls, difference, gain
-from measure.intervals import interval_text, mean_interval
+from measure.gain import ACCURACY, BITS, GAIN, Value, by_group, controls, difference, gain, lines_of
+from measure.intervals import interval_text
 
 MARK = ""  # head of the column that has a t where the better control is truncation
 NO_LENGTH = 0  # the effective context of a method that is below the threshold at the shortest length
@@ -29,6 +29,17 @@ def print_table(lines: dict[str, dict[Any, str]]) -> None:
     for name, *cells in rows:
         columns = (f"{cell:>{width + 2}}" for cell, width in zip(cells, widths, strict=True))
         print("".join((f"{name:<{first}}", *columns)).rstrip())
+
+
+def values_of(quantity: str, shown: Sequence[Curve], curves: Sequence[Curve] = ()) -> dict[str, dict[int, Value]]:
+    """`GROUP  METHOD` -> n -> a quantity of measure/gain.py. curves: with the controls of the runs, if not shown."""
+    lines, keys = lines_of(curves or shown), by_group(shown)
+    return {"  ".join(k): {n: at[quantity] for n, at in lines[k].items() if quantity in at} for k in keys}
+
+
+def one_of_each(curves: Sequence[Curve]) -> list[Curve]:
+    """A curve for each group and method: of one seed, at the lengths that all its seeds have."""
+    return [Curve([rows[0] for rows in at.values()], named=group) for (group, _), at in by_group(curves).items()]
 
 
 class Losses:
@@ -87,47 +98,50 @@ class Losses:
         return f"tax inside the trained context (n={row.n}, factor {row.factor:g}): {price}"
 
     def print_comparison(self, shown: Sequence[Curve]) -> None:
-        """Print bits per byte of curves on the same targets: a line for each curve, a column for each length."""
-        first = shown[0].first
-        scored = f"the tokens that task={first.task} scores in {first.documents} held-out documents"
-        print(f"bits/byte of {scored}, given n tokens")
-        lines = {}
-        for c in shown:
-            cells = {row.n: f"{row.bits_per_byte:.3f}" for row in c.rows}
-            lines[f"{c.run}  {c.label}"] = {"L": str(c.first.train_ctx)} | cells
+        """Print bits per byte on the same targets: a line for each group and method, columns from L on.
+
+        It is the mean over the seeds, which a column names, at the lengths that all of them have. The figure also has
+        the lengths below L.
+        """
+        first, contexts = shown[0].first, sorted({c.first.train_ctx for c in shown})
+        scored = f"the tokens that task={first.task} scores\nin {first.documents} held-out documents"
+        print(f"bits/byte of {scored}, given n tokens; trained at L = {', '.join(map(str, contexts))}")
+        bits, lines = values_of(BITS, shown), {}
+        for key, rows in by_group(shown).items():
+            seeds = ",".join(str(row.seed) for row in next(iter(rows.values())))
+            cells = {n: f"{x[0]:.3f}" for n, x in bits["  ".join(key)].items() if n >= contexts[0]}
+            lines["  ".join(key)] = {"seeds": seeds} | cells
         print_table(lines)
 
     def print_gains(self, shown: Sequence[Curve], curves: Sequence[Curve]) -> None:
-        """Print the gain of each curve over its run's better control for n > L.
+        """Print the gain over the better control for n > L of each group and method, two lengths beside each other.
 
         shown: the curves to print. curves: these and the controls of their runs (none and window).
         """
-        control_rows, L, lines = controls(curves), curves[0].first.train_ctx, {}
-        for c in shown:
-            of_run = control_rows.get(c.run, {})
-            pairs = [(row, of_run[row.n]) for row in c.rows if row.n > L and row.n in of_run]
-            lines[f"{c.run}  {c.label}"] = {row.n: interval_text(*gain(row, bar)) for row, bar in pairs}
-        print("gain over the better control (window, truncation), nats/token [95 %]")
-        print_table(lines)
+        gains, L = values_of(GAIN, shown, curves), shown[0].first.train_ctx
+        ns = sorted({n for at in gains.values() for n in at if n > L})
+        print("\ngain over the better control (window, truncation), nats/token [95 %]")
+        for pair in (ns[i : i + 2] for i in range(0, len(ns), 2)):
+            print_table({k: {n: interval_text(*at[n][:3]) for n in pair if n in at} for k, at in gains.items()})
 
     def draw(self, shown: Sequence[Curve], path: Path, title: str, curves: Sequence[Curve] = ()) -> None:
         """Bits per byte and perplexity against context length. curves: with the controls of the runs, if not shown.
 
-        Bands are 95 % intervals of each curve's difference from its run's better control. The interval of the curve
-        itself would be much wider: documents differ more than methods do, and these differences are common to all
-        curves.
+        A line is the mean over the seeds of a group. Bands are 95 % intervals, over seeds and documents, of its
+        difference from its better control. The interval of the curve itself would be much wider: documents differ more
+        than methods do, and these differences are common to all curves.
         """
-        control_rows = controls(curves or shown)
-
-        def bits(curve: Curve) -> np.ndarray:
-            of_run = control_rows.get(curve.run, {})
-            bits, losses = np.array([(row.bits_per_byte, row.loss) for row in curve.rows]).T
-            mean, low, high = np.array([gain(row, of_run.get(row.n, row)) for row in curve.rows]).T * (bits / losses)
-            return np.stack((bits, bits + mean - high, bits + mean - low))
-
         nats = math.log(2) * shown[0].first.bytes / shown[0].first.tokens
-        title += "\nbands: 95 % of the difference from the better control"
-        fig = plots.draw_curves(shown, bits, title, "bits per byte (same targets at every n)", nats=nats)
+        bits, gains = values_of(BITS, shown), values_of(GAIN, shown, curves)
+
+        def band(curve: Curve) -> np.ndarray:
+            key, ns = f"{curve.group}  {curve.label}", [row.n for row in curve.rows]
+            mean, low, high = np.array([gains[key].get(n, (0, 0, 0))[:3] for n in ns]).T / nats
+            line = np.array([bits[key].get(n, (0,))[0] for n in ns])
+            return np.stack((line, line + mean - high, line + mean - low))
+
+        title += "\nbands: 95 % of the difference from the better control, over seeds and documents"
+        fig = plots.draw_curves(one_of_each(shown), band, title, "bits per byte (same targets at every n)", nats=nats)
         plots.save(fig, path)
 
 
@@ -144,37 +158,33 @@ class Accuracy:
 
     def print_comparison(self, shown: Sequence[Curve]) -> None:
         """Print the accuracy of each curve at each length, then by distance, and the effective contexts."""
-        named = {f"{c.run}  {c.label}": c for c in shown}
+        runs = {f"{c.run}  {c.label}": c for c in shown}
         ns, L = sorted({row.n for c in shown for row in c.overall}), shown[0].first.train_ctx
         by_chance = f"chance {100 * self.chance:.0f} %, " if self.chance else ""
         print(f"\naccuracy of the answer in % [95 %], all distances together, at n tokens; {by_chance}L = {L}")
-        print_table({name: {x.n: interval_text(*in_percent(x), ".0f") for x in c.overall} for name, c in named.items()})
+        values = values_of(ACCURACY, shown)
+        print_table({k: {n: interval_text(*x[:3], ".0f") for n, x in at.items()} for k, at in values.items()})
         for n in [n for n in ns if n > L] or ns[-1:]:
             print(f"\nn={n}, by distance of the answer, tokens")
-            rows = {name: {x.distance: x for x in c.rows if x.n == n and x.distance} for name, c in named.items()}
-            print_table({name: {d: f"{in_percent(x)[0]:.0f}" for d, x in at.items()} for name, at in rows.items()})
+            rows = {name: {x.distance: x for x in c.rows if x.n == n and x.distance} for name, c in runs.items()}
+            print_table({k: {d: f"{100 * np.mean(x.hits):.0f}" for d, x in at.items()} for k, at in rows.items()})
         solved = f"the accuracy is at least {100 * self.threshold:g} % at every length"
         print(f"\neffective context: the longest n up to which {solved}")
-        for name, c in named.items():
+        for name, c in runs.items():
             ns = [row.n for row in c.overall]
             n, low, high = (describe_context(x, ns) for x in effective_context(c, self.threshold))
-            print(f"{name:<{max(map(len, named))}}  {n:>7} [{low}, {high}]")
+            print(f"{name:<{max(map(len, runs))}}  {n:>7} [{low}, {high}]")
 
     def draw(self, shown: Sequence[Curve], path: Path, title: str, curves: Sequence[Curve] = ()) -> None:
         """Accuracy against context length, with 95 % bands."""
+        values = values_of(ACCURACY, shown)
 
         def percentages(curve: Curve) -> np.ndarray:
-            return np.array([in_percent(row) for row in curve.overall]).T
+            return np.array([x[:3] for x in values[f"{curve.group}  {curve.label}"].values()]).T
 
         levels = [100 * y for y in (self.threshold, self.chance) if y]
         title += "\nbands: 95 %; dotted: threshold of the effective context" + (" and chance" if self.chance else "")
-        plots.save(plots.draw_curves(shown, percentages, title, "accuracy of the answer, %", levels), path)
-
-
-def in_percent(row: Row) -> tuple[float, float, float]:
-    """(mean, low, high) of the accuracy."""
-    mean, low, high = mean_interval(np.array([row.hits]))
-    return 100 * mean, 100 * low, 100 * high
+        plots.save(plots.draw_curves(one_of_each(shown), percentages, title, "accuracy of the answer, %", levels), path)
 
 
 def describe_context(n: int, ns: Sequence[int]) -> str:
@@ -195,12 +205,3 @@ def effective_context(curve: Curve, threshold: float, draws: int = 2000) -> tupl
     values = np.array([NO_LENGTH, *(row.n for row in rows)])[solved]
     low, high = np.percentile(values[1:], [2.5, 97.5], method="inverted_cdf")
     return int(values[0]), int(low), int(high)
-
-
-def print_left_out(curves: Sequence[Curve], texts: str) -> None:
-    """Name the curves on other texts than these. texts: the key `Row.texts`."""
-    others = [row for curve in curves for row in curve.rows if row.texts != texts]
-    if others:
-        print("left out, because they are on other texts (another task, corpus or documents) and cannot be compared:")
-    for line in sorted({f"{x.run}: task={x.task}, {x.documents} documents or examples: {x.label}" for x in others}):
-        print(f"  {line}")

@@ -281,9 +281,12 @@ FIGURES = {encodings: "encodings", scaling: "encodings", finetune: "finetune", b
 
 
 def curves_of(rows: Sequence[StudyRow]) -> list[Curve]:
-    """A curve for each row, in the order of their lengths: a page joins those of one run and method."""
-    ordered = sorted(rows, key=lambda row: row.n)
-    return [Curve([row]) for row in ordered if row.label not in ("shifted", "unshifted")]
+    """A curve for each run and method; seeds are in one group."""
+    found = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row.n):
+        if row.label not in ("shifted", "unshifted"):
+            found[row.run, row.label].append(row)
+    return [Curve(of_one, named=of_one[0].name) for of_one in found.values()]
 
 
 def main() -> None:

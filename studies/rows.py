@@ -21,7 +21,7 @@ from conf.errors import UserError
 from conf.registry import ROOT
 from engine.files import write_atomically
 from measure.curves import Row
-from measure.gain import better_controls, run_without_seed
+from measure.gain import better_controls
 
 BAR = "bar"  # as the label of a method: the better of the two controls
 MATRIX = (ROOT / "results/matrix.jsonl", ROOT / "results/matrix-last64.jsonl")
@@ -46,7 +46,7 @@ class StudyRow(Row):
     @functools.cached_property
     def name(self) -> str:
         """The run without its seed: `rope` for rope-s0, rope-s1 and rope-s2."""
-        return run_without_seed(self)
+        return self.run.removesuffix(f"-s{self.seed}")
 
 
 Seeds = dict[int, StudyRow]  # seed -> its row, of one condition

@@ -577,14 +577,14 @@ def test_compare_lays_runs_over_each_other(runs, monkeypatch):
     _, out, err = helpers.run_command(compare.main, ["rope", "alibi", "--gain"], monkeypatch)
     bad.unlink()
     assert "rope  ntk" in out and "alibi  none" in out and "gain over the better control" in out
-    assert re.search(r"\nleft out.*\n(  .*\n)*  rope: task=recall", out)
+    assert re.search(r"\nleft out.*\n(  .*\n)*  rope: task recall", out)
     assert "left out: runs/rope/eval/broken.jsonl: not a curve" in err
     answers = ["--task", "recall", "--threshold", "0.5", "--out", "acc.png"]
     _, out, _ = helpers.run_command(compare.main, answers, monkeypatch)
     assert "accuracy is at least 50 %" in out and "ntk" in out and "bits/byte" not in out
     assert Path("runs/compare.png").exists() and Path("runs/acc.png").exists()
     for argv, message in (
-        (["absent"], "absent: no such run in runs/"),
+        (["absent"], "absent: no evaluated run of this name in runs/"),
         (["rope", "--only", "yarn9"], "--only yarn9: no curve is labelled yarn9; there are "),
         (["rope", "--task", "sliding"], "--task sliding: no curve of this task"),
     ):

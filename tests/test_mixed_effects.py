@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy import integrate, optimize
+from scipy import integrate, optimize, stats
 
 from measure import intervals as mixed_effects
 from measure.intervals import Estimate, estimate
@@ -105,6 +105,16 @@ def test_degrees_of_freedom_lie_between_seeds_and_documents():
     assert (df >= 2 - 1e-9).all() and (df <= 31 + 1e-9).all()
     # the guard: never below the variance of one random effect alone
     assert (variance * 96 >= np.maximum(seeds, documents) - 1e-12).all()
+
+
+def test_two_groups_have_the_intervals_of_welch_and_of_pairs():
+    """Only seeds differ: Welch's t interval of the seeds. Only documents differ: the paired one of the documents."""
+    of_seeds = [np.tile(RNG.normal(0, sd, (S, 1)), (1, 9)) for S, sd in ((4, 1), (6, 3))]
+    welch = stats.ttest_ind(*(x[:, 0] for x in of_seeds), equal_var=False).confidence_interval()
+    assert estimate(*of_seeds).interval == pytest.approx(welch)
+    of_documents = [np.tile(RNG.normal(0, sd, (1, 9)), (S, 1)) for S, sd in ((4, 1), (6, 3))]
+    paired = stats.ttest_rel(*(x[0] for x in of_documents)).confidence_interval()
+    assert estimate(*of_documents).interval == pytest.approx(paired)
 
 
 def test_equal_differences_are_exact():
@@ -208,3 +218,25 @@ def test_coverage_for_every_share_of_the_components():
     for S, lowest in ((2, 0.90), (3, 0.93), (5, 0.935)):
         found = [coverage((s * S, (1 - s - i) * 32, i * S * 32), S, draws=3000) for s, i in shares]
         assert min(found) >= lowest, (S, dict(zip(shares, found, strict=True)))
+
+
+@pytest.mark.parametrize("S, T", [(4, 4), (4, 8), (6, 6)])
+def test_coverage_of_the_difference_between_two_groups(S, T):
+    """At least 93 %. The variances of the second group's seeds are `ratio` times those of the first."""
+    rng, D, draws = np.random.default_rng(4), 32, 2000
+    for s, i, ratio in itertools.product((0, 0.5, 0.9), (0, 0.1), (0, 0.1, 1)):
+        a = crossed(s * S, max(0, 1 - s - i) * D, i * S * D, (draws, S, D), rng)
+        b = crossed(ratio * s * T, 0, ratio * i * T * D, (draws, T, D), rng)
+        easy = 10 * rng.standard_normal((draws, 1, D))  # which both groups share
+        variance, df = mixed_effects.variance_of_mean(a + easy, b + easy)
+        error = abs(a.mean(axis=(1, 2)) - b.mean(axis=(1, 2)))
+        assert (error <= mixed_effects.half_width(variance, df) + 1e-12).mean() >= 0.93, (s, i, ratio)
+
+
+def test_the_variance_between_two_groups_is_unbiased():
+    a = crossed(0.5, 2.0, 1.0, (5000, 4, 16), np.random.default_rng(5))
+    b = crossed(0.2, 0.0, 2.0, (5000, 6, 16), np.random.default_rng(6))
+    want = 0.5 / 4 + 0.2 / 6 + 2.0 / 16 + 1.0 / (4 * 16) + 2.0 / (6 * 16)
+    assert mixed_effects.variance_of_mean(a, b)[0].mean() == pytest.approx(want, rel=0.02)
+    components = np.mean([estimate(x, y).components for x, y in zip(a[:1000], b, strict=False)], axis=0)
+    assert components == pytest.approx([0.7, 2.0, 3.0], rel=0.05)

@@ -1,5 +1,6 @@
 """The HTML page of curves: its numbers, its menus, and that it needs nothing outside."""
 
+import dataclasses
 import math
 import re
 import sys
@@ -11,7 +12,7 @@ import pytest
 import compare
 from measure import page, plots
 from measure.curves import Curve, write_jsonl
-from measure.gain import ACCURACY, BITS, GAIN, PERPLEXITY, Value, better_controls, controls, gain, run_without_seed
+from measure.gain import ACCURACY, BITS, GAIN, PERPLEXITY, Value, better_controls, controls, gain, lines_of
 from studies import figures, tables
 from studies.rows import MATRIX, read_rows
 from tests.helpers import curve_of, error_of, import_or_skip
@@ -25,12 +26,13 @@ def curves_of_runs() -> list[Curve]:
     for k, (run, pos) in enumerate([("rope-s0", "rope"), ("rope-s1", "rope"), ("alibi", "alibi")]):
         for label in ("none", "window", "ntk"):
             losses = {n: loss + 0.1 * (label == "window") - 0.05 * k for n, loss in LOSSES.items()}
-            curves.append(curve_of(run, label, losses, pos, seed=k))
+            curve = curve_of(run, label, losses, pos, seed=k)
+            curves.append(dataclasses.replace(curve, named=pos))
     return curves
 
 
 def value(curves: list[Curve], run: str, label: str, n: int) -> dict[str, Value]:
-    return page.lines_of(curves)[run, label][n]
+    return lines_of(curves)[run, label][n]
 
 
 # ---- the numbers ----
@@ -53,7 +55,7 @@ def test_a_loss_of_0_has_no_bits_per_byte():
 
 
 def test_seeds_are_one_curve():
-    assert {run for run, _ in page.lines_of(curves_of_runs())} == {"rope", "alibi"}
+    assert {run for run, _ in lines_of(curves_of_runs())} == {"rope", "alibi"}
     mean, low, _, seeds = value(curves_of_runs(), "rope", "none", 256)[PERPLEXITY]
     assert mean == pytest.approx(math.sqrt(math.prod(seeds))) and len(seeds) == 2
     assert low < min(seeds)  # two seeds: a wide interval
@@ -86,12 +88,6 @@ def test_the_control_of_several_seeds_is_the_same_for_all():
     assert better_controls(rows[:1], truncated) == rows[:1]
     del truncated["rope-s0"]
     assert better_controls(rows, truncated) == rows  # a control that one seed lacks is none of all
-
-
-def test_names_of_runs_without_their_seed():
-    names = {("rope-s1", 1): "rope", ("rope-s1", 0): "rope-s1", ("-s1", 1): "-s1", ("my-run", 0): "my-run"}
-    for (run, seed), want in names.items():
-        assert run_without_seed(curve_of(run, "none", LOSSES, seed=seed).first) == want
 
 
 # ---- the menus ----

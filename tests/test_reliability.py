@@ -177,7 +177,7 @@ def test_no_file_of_a_run_or_a_cache_is_unpickled(here):
     ]
     assert len(files) >= 10
     uses = (lambda: Run.open("x", runs="runs", cache="cache"), lambda: Run.open(None, runs="runs", cache="cache"))
-    assert_none_is_executed(files, *uses, lambda: compare.read_curves("runs", []), losses_of_curves)
+    assert_none_is_executed(files, *uses, lambda: compare.read_curves("runs", [], {}), losses_of_curves)
     pickle.loads(pickle.dumps(Malicious()))  # the test can fail
     assert Path("executed").exists()
 

@@ -11,7 +11,7 @@ from tests.source import ROOT, circle, code_lines, edges, functions, imports_of,
 
 # Limits, and where they are above the aim, the aim: a limit rises only with what a new feature needs
 BUDGETS = {
-    "commands": 464,
+    "commands": 487,
     "conf": 527,
     "data": 556,
     "engine": 785,
