@@ -22,7 +22,7 @@ from conf.registry import yaml_values
 from engine.files import write_atomically
 from measure import plots
 from model.scaling import TrainedContext, resolve
-from model.spectrum import card, frequencies, rotations, warning
+from model.spectrum import frequencies, rotations, warning
 
 LLAMA2_SLOWEST = 0.075  # rotations of Llama 2's slowest pair within its 4096 tokens (head_dim 128, base 10000)
 METHODS = ("none", "pi", "ntk", "yarn", "yarn_paper", "ntk_mixed")
@@ -44,6 +44,15 @@ def main() -> None:
     settings = f"rotary_dim {args.rotary_dim}, base {args.base:g}, extension factor {args.factor:g}"
     draw(by_method, L, f"Rotations of each RoPE pair within L = {L} tokens ({settings})", out)
     print(f"{out}.png   {out}.csv")
+
+
+def card(trained: TrainedContext) -> str:
+    """One line about the spectrum of a trained context."""
+    r = rotations(trained.inv_freq, trained.train_ctx)
+    return (
+        f"spectrum: {len(r)} pairs rotate {r[0]:.3g} .. {r[-1]:.2g} times within {trained.train_ctx} tokens; "
+        f"{int((r < 1).sum())} never complete a rotation"
+    )
 
 
 def parse_arguments() -> argparse.Namespace:
