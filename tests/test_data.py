@@ -127,6 +127,7 @@ def test_a_damaged_cache_is_neither_used_nor_deleted(damage, docs):
     assert corpora.prepare(TEXT, "mine").train.tolist() == train
 
 
+@pytest.mark.process
 def test_of_three_processes_one_prepares_the_cache_though_the_first_is_killed(docs, capfd):
     fork, write = multiprocessing.get_context("fork"), corpora._write
     cfg = {**TEXT, "tokenizer": "bytes"}  # bpe is trained by threads, which a forked process lacks

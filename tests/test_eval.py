@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import re
 import signal
 import sys
@@ -414,7 +413,7 @@ def test_an_interrupted_evaluation_keeps_its_finished_lengths(tmp_path):
     class Interrupted(StubModel):
         def losses(self, tokens: torch.Tensor, targets: torch.Tensor, change: ContextChange) -> torch.Tensor:
             if tokens.shape[1] == 128:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             return super().losses(tokens, targets, change)
 
     stopped = stub_evaluation(Interrupted(), CORPUS, tmp_path, "ctx=256", *SMALL)

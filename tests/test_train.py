@@ -2,7 +2,6 @@
 
 import math
 import platform
-import resource
 import signal
 import time
 from pathlib import Path
@@ -179,6 +178,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint_to_resume_from(here):
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(here):
+    resource = pytest.importorskip("resource", reason="limits of POSIX")
     train_until(5, "steps=6", "name=x")
     before, limits = Path("runs/x/ckpt.pt").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
