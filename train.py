@@ -121,13 +121,14 @@ class Training:
         """parent: where a new run starts (init=). state: of the last checkpoint, with which it is resumed; or None."""
         self.cfg, self.folder, self.device = cfg, folder, device
         self.local_rows = distributed.local_rows(cfg.batch_tokens, cfg.ctx)
-        self.tokenizer = parent.tokenizer if parent else None  # None: that of the corpus
+        known = parent.tokenizer if parent else state["tokenizer"] if state else None
 
         # ---- corpus, model and optimizer ----
         with distributed.rank0_first():
-            self.corpus = corpora.prepare(cfg.data, cfg.cache, self.tokenizer)
-        known = {state["corpus"] if state else None, parent.corpus if parent else None}
-        if known - {None, self.corpus.key}:
+            self.corpus = corpora.prepare(cfg.data, cfg.cache, known)
+        self.tokenizer = getattr(self.corpus.encoding, "content", None)  # of a tokenizer.json, for ckpt.pt
+        keys = {state["corpus"] if state else None, parent.corpus if parent else None}
+        if keys - {None, self.corpus.key}:
             raise UserError(f"{folder}: the corpus has changed since this run began: choose name=NEW or fresh=true")
         self.model = gpt.build(cfg, self.corpus.vocab_size)
         if parent:
