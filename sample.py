@@ -35,8 +35,8 @@ def sample(cfg: SampleConfig) -> None:
     run = Run.open(cfg.run, runs=cfg.runs, cache=cfg.cache, device=device, scalings=cfg.scalings, exp=cfg.exp)
     assert isinstance(run.corpus, Corpus)  # our own runs have one
     encoding = run.corpus.encoding
-    start = encoding.encode_ordinary(cfg.prompt) or [encoding.eot_token]
-    longest = len(start) + cfg.tokens
+    start = encoding.encode_ordinary(cfg.prompt)
+    longest = max(1, len(start)) + cfg.tokens
     check_fits(run.cfg, run.model.pos, longest, cfg.scalings)
     encoding_text = gpt.describe_encoding(run.cfg)
     print(f"run: {run.name} ({run.reason}): {encoding_text}, trained at ctx {run.cfg.ctx}", file=sys.stderr)
@@ -47,9 +47,7 @@ def sample(cfg: SampleConfig) -> None:
     began, count = time.monotonic(), 0
     print(cfg.prompt, end="", flush=True)
     try:
-        for token in generate(decoder, start, cfg, encoding.n_vocab, device):
-            if token == encoding.eot_token:
-                break
+        for token in generate(decoder, start, cfg, encoding, device):
             print(utf8.decode(encoding.decode_single_token_bytes(token)), end="", flush=True)
             count += 1
     finally:

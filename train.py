@@ -282,7 +282,7 @@ class Training:
         say(f"trained {self.folder}: {tokens:,} tokens in {seconds / 60:.1f} min ({tokens / seconds:,.0f} tokens/s)")
         if distributed.rank() == 0 and not cfg.shard:  # a part of a model cannot write
             sample = SampleConfig(tokens=min(30, cfg.ctx), dtype=cfg.dtype)
-            print(f"it writes: {words(self.model, self.change, self.corpus, sample, self.device)}"[:80])
+            print(f"it writes: {words(self.model, self.change, self.corpus.encoding, sample, self.device)}"[:80])
         # As in README: ntk after the default run, yarn after exp=quick, which has 64 tokens
         scaling = "none" if self.model.pos.inv_freq is None or cfg.init else "ntk" if cfg.ctx >= 256 else "yarn"
         folders = [f"{k}={getattr(cfg, k)}" for k in ("runs", "cache") if getattr(cfg, k) != getattr(TrainConfig, k)]

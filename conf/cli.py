@@ -84,8 +84,6 @@ def check_command_line(config: str, words: list[str]) -> None:
         plugin = f"hydra_plugins/hydra_{value.partition('_')[0]}_launcher"
         if key == "hydra/launcher" and value != "basic" and not any(Path(p, plugin).is_dir() for p in sys.path):
             raise UserError(f"{word}: is not installed: pip install -e '.[sweep]'")
-    if sweep and not sweep & {words[0], words[-1]}:
-        raise UserError(f"{sweep.pop()}: must be before all settings: python {config}.py -m SETTING=VALUE,VALUE ...")
 
 
 class Prefixed(io.TextIOBase):

@@ -54,8 +54,9 @@ def prepare(cfg: dict, cache: str, tokenizer_json: str | None = None) -> Corpus:
     shaping |= {"format": FORMAT, "corpus": call_corpus(cfg, "fingerprint")}
     if kind not in ("bpe", "checkpoint"):  # the other vocabularies have a fixed size
         shaping["vocab_size"] = None
-    if kind == "own":
-        tokenizer_json = tokenizer_json or tokenizer.read(cfg["tokenizer"])
+    if kind == "own" and not tokenizer_json:
+        with file_errors(f"data.tokenizer={cfg['tokenizer']}"):
+            tokenizer_json = Path(cfg["tokenizer"]).expanduser().read_text(encoding="utf-8", errors="replace")
     if tokenizer_json:
         shaping["tokenizer_json"] = hashlib.sha256(tokenizer_json.encode()).hexdigest()
     key = _checksum(shaping)[:16]

@@ -15,7 +15,7 @@ import rustbpe
 import tiktoken
 import tokenizers
 
-from conf.errors import UserError, file_errors
+from conf.errors import UserError
 
 END = "<|endoftext|>"  # after every training document
 NAMES_OF_END = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # in foreign checkpoints
@@ -60,7 +60,7 @@ class CheckpointTokenizer:
         try:
             self.tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as e:  # the tokenizers package raises Exception itself
-            raise UserError(f"not a tokenizer.json ({str(e)[:80]})") from None
+            raise UserError(f"data.tokenizer: not a tokenizer.json ({str(e)[:80]})") from None
         ids = {name: i for name, i in self.tokenizer.get_vocab().items() if n_vocab is None or i < n_vocab}
         end, new = next((ids[name] for name in NAMES_OF_END if name in ids), -1), max(ids.values(), default=-1) + 1
         self.eot_token = new if end < 0 and n_vocab is None else end  # between documents; -1: none
@@ -114,17 +114,6 @@ class CheckpointTokenizer:
         n = len(text.encode())
         if abs(int(sizes[np.asarray(ids, dtype=np.int64)].sum()) - n) > 1 + n // 1000:
             raise UserError(f"the tokens of {name} do not add up to the {n} bytes of the text")
-
-
-def read(path: str) -> str:
-    """The content of a tokenizer.json of the user's own. UserError that names data.tokenizer if it is none."""
-    with file_errors(f"data.tokenizer={path}"):
-        content = Path(path).expanduser().read_bytes().decode(errors="replace")
-    try:
-        CheckpointTokenizer(content)
-    except UserError as e:
-        raise UserError(f"data.tokenizer={path}: {e}") from None
-    return content
 
 
 def byte_letters() -> list[str]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from conf.errors import UserError
 from conf.schema import SampleConfig
-from data.corpus import Corpus
+from data.tokenizer import AnyTokenizer
 from engine import device as devices
 from model.decode import Decoder
 from model.gpt import GPT
@@ -27,31 +27,31 @@ def draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch
 
 
 def generate(
-    decoder: Decoder, start: list[int], cfg: SampleConfig, n_vocab: int, device: torch.device
+    decoder: Decoder, start: list[int], cfg: SampleConfig, encoding: AnyTokenizer, device: torch.device
 ) -> Iterator[int]:
-    """Yield cfg.tokens token ids that continue `start`, one by one; the same ids for the same seed.
+    """Yield at most cfg.tokens token ids that continue `start`, one by one; the same ids for the same seed.
 
-    start: the ids of the prompt, at least one. n_vocab: the number of real tokens; the model's logits have more
-    columns, because the vocabulary is padded to a multiple of 64 (data/tokenizer.py).
+    Ends before the end-of-text token. start: the ids of the prompt; without any it is that token, which separates
+    documents in training.
     """
     generator = torch.Generator().manual_seed(cfg.seed)
-    text = torch.tensor([start], device=device)  # [1, n]
+    text = torch.tensor([start or [encoding.eot_token]], device=device)  # [1, n]
     for _ in range(cfg.tokens):
         with devices.autocast(device, cfg.dtype):
-            logits = decoder.logits(text)[0, :n_vocab].float().cpu()  # without the padding of the vocabulary
+            # The vocabulary of the model is padded to a multiple of 64 (data/tokenizer.py)
+            logits = decoder.logits(text)[0, : encoding.n_vocab].float().cpu()
         if not logits.isfinite().all():
             raise UserError(f"the logits after {text.shape[1]} tokens are not finite (NaN or Inf)")
         token = draw(logits, cfg.temperature, cfg.top_k, generator)
+        if token == encoding.eot_token:
+            return
         yield token
         text = torch.cat((text, text.new_tensor([[token]])), dim=1)
 
 
-def words(model: GPT, change: ContextChange, corpus: Corpus, cfg: SampleConfig, device: torch.device) -> str:
+def words(model: GPT, change: ContextChange, encoding: AnyTokenizer, cfg: SampleConfig, device: torch.device) -> str:
     """What sample.py would print for these settings and a run trained with `change`, as one line of printable text."""
-    encoding, decoder = corpus.encoding, Decoder(model, lambda n: change)
     with torch.compiler.set_stance("force_eager"):  # no compilation for each length
-        ids = [*generate(decoder, [encoding.eot_token], cfg, encoding.n_vocab, device), encoding.eot_token]
-    text = b"".join(map(encoding.decode_single_token_bytes, ids[: ids.index(encoding.eot_token)])).decode(
-        errors="replace"
-    )
+        ids = list(generate(Decoder(model, lambda n: change), [], cfg, encoding, device))
+    text = b"".join(map(encoding.decode_single_token_bytes, ids)).decode(errors="replace")
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())

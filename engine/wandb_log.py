@@ -76,17 +76,11 @@ class Log:
         mode: Any = "offline" if _server_gone else os.environ.get("WANDB_MODE")
         mode = mode or ("online" if wandb.login(prompt=False, verify=False) else "offline")
         self.about["config"]["commit"] = commit()
-        settings = wandb.Settings(
-            init_timeout=CONNECT,
-            finish_timeout=FINISH,
-            finish_timeout_raises=True,
-            silent=True,
-            console="off",
-            x_disable_stats=not training,
-        )
+        limits: Any = {"init_timeout": CONNECT, "finish_timeout": FINISH, "finish_timeout_raises": True}
+        quiet: Any = {"silent": True, "console": "off", "x_disable_stats": not training}
         if _server_gone:
             wandb.teardown()  # ends the run that failed, whose id would be in use
-        self.run = wandb.init(mode=mode, settings=settings, **self.about)
+        self.run = wandb.init(mode=mode, settings=wandb.Settings(**limits, **quiet), **self.about)
         if self.run.offline:
             why = f" ({_server_gone})" if _server_gone else ""
             say(f"offline{why}; to upload: wandb sync --yes ./{os.path.relpath(Path(self.run.dir).parent.parent)}")

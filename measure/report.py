@@ -35,20 +35,15 @@ def print_table(lines: dict[str, dict[Any, str]], corner: str = "") -> None:
     first, columns = max(map(len, (corner, *lines))), []
     for head in sorted(found, key=lambda head: head if isinstance(head, int) else 0):
         cells = [str(head), *(cells.get(head, "") for cells in lines.values())]
-        width = 2 + max(map(columns_of, cells))
-        columns.append([" " * (width - columns_of(cell)) + cell for cell in cells])
+        sizes = [len(COLOR.sub("", cell)) for cell in cells]
+        columns.append([" " * (2 + max(sizes) - size) + cell for cell, size in zip(cells, sizes, strict=True)])
     names = [f"{name:<{first}}" for name in (corner, *lines)]
     while columns:
-        ends = itertools.accumulate(columns_of(cells[0]) for cells in columns)
+        ends = itertools.accumulate(len(head) for head, *_ in columns)
         count = max(1, sum(first + end <= WIDTH for end in ends))
         for parts in zip(names, *columns[:count], strict=True):
             print("".join(parts).rstrip())
         columns = columns[count:]
-
-
-def columns_of(cell: str) -> int:
-    """The width of a text on a terminal."""
-    return len(COLOR.sub("", cell))
 
 
 def print_wrapped(text: str) -> None:

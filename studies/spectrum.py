@@ -33,7 +33,8 @@ def main() -> None:
     args = parse_arguments()
     L, out = args.ctx, Path(args.out)
     trained = TrainedContext("rope", L, frequencies(args.rotary_dim, args.base))
-    print(card(trained))
+    turns = rotations(trained.inv_freq, L)
+    print(f"{int((turns < 1).sum())} of {len(turns)} pairs never complete a rotation within {L} tokens")
     bound, matched = base_bound(args.rotary_dim, L), scale_matched_base(args.rotary_dim, L)
     print(f"smallest base that keeps B(m) >= 0 up to {L} (arXiv 2405.14591): {bound:,.0f}")
     print(f"base whose slowest pair rotates as in Llama 2: {matched:,.0f}")
@@ -44,15 +45,6 @@ def main() -> None:
     settings = f"rotary_dim {args.rotary_dim}, base {args.base:g}, extension factor {args.factor:g}"
     draw(by_method, L, f"Rotations of each RoPE pair within L = {L} tokens ({settings})", out)
     print(f"{out}.png   {out}.csv")
-
-
-def card(trained: TrainedContext) -> str:
-    """One line about the spectrum of a trained context."""
-    r = rotations(trained.inv_freq, trained.train_ctx)
-    return (
-        f"spectrum: {len(r)} pairs rotate {r[0]:.3g} .. {r[-1]:.2g} times within {trained.train_ctx} tokens; "
-        f"{int((r < 1).sum())} never complete a rotation"
-    )
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -157,7 +157,6 @@ def test_what_hydra_refuses_has_its_message_and_exit_code_1(config, setting, rig
         ("--steps 20", "--steps: settings have no dashes: steps=VALUE"),
         ("--optim.lr=1", "--optim.lr: "),
         ("exp=smoke seed=0,1", "seed=0,1: several values are a sweep: python train.py -m seed=0,1"),
-        ("exp=smoke -m seed=0,1", "-m: must be before all settings"),
     ],
 )
 def test_a_slip_of_the_command_line_is_one_line(settings, right, monkeypatch):
