@@ -22,7 +22,7 @@ from hf.open import open_run
 from measure.breakdowns import Breakdowns
 from measure.curves import align, read_run, select
 from measure.evaluation import NONE, WINDOW, Evaluation, Method, requested_method
-from measure.report import Accuracy, Losses
+from measure.report import Accuracy, Losses, print_wrapped
 from measure.wandb_curves import log_curve
 from model import spectrum
 
@@ -71,26 +71,27 @@ def evaluate(cfg: EvalConfig) -> None:
     try:
         with locked(folder, wait=True):  # another evaluation of this run may draw the same figure
             report.draw(selected, figure, title)
-        picture = f"   picture: {figure}"
+        picture = f"picture: {figure}\n"
     except UserError as e:  # a run that can only be read
         print(f"warning: no picture: {e}", file=sys.stderr)
         picture = ""
     for method in methods:
         if missing[method.label]:  # else all its lengths have been logged before
             log_curve(cfg.project, evaluation, method, curves, figure)
-    print(f"\nrows: {folder}/*.jsonl{picture}   with other runs: python compare.py")
+    print(f"\nrows: {folder}/*.jsonl\n{picture}with other runs: python compare.py")
 
 
 def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:
-    """Print the run, the spectrum of its encoding, and the scored tokens, with a note if there are few documents."""
-    print(run.describe())
-    warnings = [spectrum.warning(knobs, run.context) for knobs in requested.scalings]
-    for line in filter(None, [spectrum.card(run.context), *warnings]):
-        print(line)
+    """Print the run, a warning for settings that do not suit it, and the scored tokens."""
+    for line in run.describe().splitlines():
+        print_wrapped(line)
+    for warning in filter(None, (spectrum.warning(knobs, run.context) for knobs in requested.scalings)):
+        print(warning)
     task, documents = evaluation.task, len(evaluation.task.names)
-    print(f"targets: {task.describe()}" + ("" if task.accuracy else f" of {documents} held-out documents"))
-    if run.validation and not task.accuracy:
-        print("note: other targets than those of the training's validation, which scores all positions of its windows")
+    others = " (the training's validation scores others)" if run.validation else ""
+    print_wrapped(
+        f"scored: {task.describe()}" + ("" if task.accuracy else f" of {documents} held-out documents{others}")
+    )
     if documents < 24:
         print(f"note: there are only {documents} documents or examples for ctx={evaluation.ctx}: wide intervals")
 

@@ -23,13 +23,14 @@ from tqdm import tqdm
 from conf.cli import command
 from conf.errors import UserError, check
 from conf.registry import describe as describe_knobs
-from conf.schema import TrainConfig
+from conf.schema import SampleConfig, TrainConfig
 from data import corpus as corpora
 from data.batches import batch, cut_rows, row_length, training_positions
 from engine import checkpoint, device as devices, distributed, finetune
 from engine.compile import compile_blocks, recompute_blocks, should_compile
 from engine.distributed import say
 from engine.files import locked
+from engine.generate import words
 from engine.optimizer import make_optimizers, schedule
 from engine.progress import StopSignal, Throughput, progress_bar
 from engine.run import parent_run
@@ -63,7 +64,8 @@ def train(cfg: TrainConfig) -> None:
     with locked(folder) if distributed.rank() == 0 else nullcontext():
         state = checkpoint.last_state(folder, cfg)
         if state and state["step"] == cfg.steps:
-            say(f"{folder}: already trained, {describe_validation(state['validation'])}; fresh=true starts over")
+            say(f"{folder}: already trained; fresh=true starts over")
+            say(f"held-out {describe_validation(state['validation'])}")
             return
         training = Training(cfg, folder, device, parent, state)
         state = parent = None  # free their tensors
@@ -119,13 +121,14 @@ class Training:
         """parent: where a new run starts (init=). state: of the last checkpoint, with which it is resumed; or None."""
         self.cfg, self.folder, self.device = cfg, folder, device
         self.local_rows = distributed.local_rows(cfg.batch_tokens, cfg.ctx)
-        self.tokenizer = parent.tokenizer if parent else None  # None: that of the corpus
+        known = parent.tokenizer if parent else state["tokenizer"] if state else None
 
         # ---- corpus, model and optimizer ----
         with distributed.rank0_first():
-            self.corpus = corpora.prepare(cfg.data, cfg.cache, self.tokenizer)
-        known = {state["corpus"] if state else None, parent.corpus if parent else None}
-        if known - {None, self.corpus.key}:
+            self.corpus = corpora.prepare(cfg.data, cfg.cache, known)
+        self.tokenizer = getattr(self.corpus.encoding, "content", None)  # of a tokenizer.json, for ckpt.pt
+        keys = {state["corpus"] if state else None, parent.corpus if parent else None}
+        if keys - {None, self.corpus.key}:
             raise UserError(f"{folder}: the corpus has changed since this run began: choose name=NEW or fresh=true")
         self.model = gpt.build(cfg, self.corpus.vocab_size)
         if parent:
@@ -256,26 +259,30 @@ class Training:
         return progress_bar(self.cfg.steps, "step {n_fmt} of {total_fmt}, {elapsed}", done=self.start)
 
     def print_start(self) -> None:
-        """Print the model, its settings, the spectrum of its encoding, and what the run of init= was trained with."""
-        cfg = self.cfg
+        """Print the model, its settings, what the run of init= was trained with, and what should be known of them."""
+        cfg, held_out = self.cfg, len(self.corpus.held_out)
         processes = f", {distributed.world()} processes" if distributed.world() > 1 else ""
         resumed = f", resumed at step {self.start}" if self.start else ""
-        say(
-            f"{self.folder}: {self.n_parameters / 1e6:.2f}M parameters, "
-            f"{gpt.describe_encoding(cfg)}, ctx {cfg.ctx}, vocabulary {self.model.head.out_features}, "
-            f"{cfg.steps} steps of {cfg.batch_tokens} tokens on {self.device.type}{processes}{resumed}"
-        )
-        for line in filter(None, [spectrum.card(self.context), spectrum.warning(cfg.scaling, self.context)]):
-            say(line)
+        vocabulary = f"vocabulary of {self.model.head.out_features} tokens"
+        say(f"{self.folder}: {gpt.describe_encoding(cfg)}, {self.n_parameters / 1e6:.2f}M parameters, {vocabulary}")
+        steps = f"{cfg.steps} steps of {cfg.batch_tokens} tokens in windows of L = {cfg.ctx}"
+        say(f"  {steps}, on {self.device.type}{processes}{resumed}")
         if cfg.init:
             say(finetune.describe(cfg, self.change.factor))
+        say("loss: nats per token, -ln of the probability that the right token was given")
+        few = f"; data.holdout={cfg.data['holdout']} needs a larger corpus" if held_out < cfg.data["holdout"] else ""
+        say(f"held out: {held_out} documents, never trained on{few}")
+        if warning := spectrum.warning(cfg.scaling, self.context):
+            say(warning)
 
     def print_end(self) -> None:
-        """Print the speed, the last validation, and a command that evaluates the run."""
+        """Print the speed, some generated words, and a command that evaluates the run."""
         cfg, seconds = self.cfg, self.elapsed()
         tokens = cfg.steps * cfg.batch_tokens
         say(f"trained {self.folder}: {tokens:,} tokens in {seconds / 60:.1f} min ({tokens / seconds:,.0f} tokens/s)")
-        say(f"in window (ctx {cfg.ctx}), held out: {describe_validation(self.result)}")
+        if distributed.rank() == 0 and not cfg.shard:  # a part of a model cannot write
+            sample = SampleConfig(tokens=min(30, cfg.ctx), dtype=cfg.dtype)
+            print(f"it writes: {words(self.model, self.change, self.corpus.encoding, sample, self.device)}"[:80])
         # As in README: ntk after the default run, yarn after exp=quick, which has 64 tokens
         scaling = "none" if self.model.pos.inv_freq is None or cfg.init else "ntk" if cfg.ctx >= 256 else "yarn"
         folders = [f"{k}={getattr(cfg, k)}" for k in ("runs", "cache") if getattr(cfg, k) != getattr(TrainConfig, k)]

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import io
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import textwrap
 import typing
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +44,15 @@ def command(config: str) -> Callable[[Callable[[Any], None]], Callable[[], None]
 
         @hydra.main(version_base="1.3", config_path=str(folder(config)), config_name=config)
         def job(cfg: DictConfig) -> None:
+            parallel = os.getpid() != process  # hydra/launcher=joblib, which counts the jobs that raise
             try:
-                main(checked(config, cfg))
+                settings = checked(config, cfg)
+                name = settings.name if config == "train" else f"{settings.run} {settings.scaling['kind']}"
+                out, err = (Prefixed(file, name) if parallel else file for file in (sys.stdout, sys.stderr))
+                with redirect_stdout(out), redirect_stderr(err):
+                    main(settings)
             except UserError as e:
-                if os.getpid() != process:  # hydra/launcher=joblib, which counts the jobs that raise
+                if parallel:
                     raise
                 sweep = f"{' '.join(overrides())}: " if HydraConfig.get().mode == RunMode.MULTIRUN else ""
                 failed.append(f"{sweep}{e}")
@@ -55,6 +62,7 @@ def command(config: str) -> Callable[[Callable[[Any], None]], Callable[[], None]
         @functools.wraps(main)
         def run() -> None:
             failed.clear()
+            check_command_line(config, sys.argv[1:])
             job()
             if failed:
                 sys.exit(1)
@@ -62,6 +70,33 @@ def command(config: str) -> Callable[[Callable[[Any], None]], Callable[[], None]
         return run
 
     return decorate
+
+
+def check_command_line(config: str, words: list[str]) -> None:
+    """UserError for frequent mistakes that Hydra answers with its usage or in several lines."""
+    sweep, names = {"-m", "--multirun"} & {*words}, {f.name for f in fields(SCHEMAS[config])}
+    for word in words:
+        key, _, value = word.partition("=")
+        if key.startswith("--") and key[2:].partition(".")[0] in names:
+            raise UserError(f"{key}: settings have no dashes: {key[2:]}=VALUE")
+        if not sweep and re.match(r"[^\[({'\"-][^\[({'\"]*,", word):
+            raise UserError(f"{word}: several values are a sweep: python {config}.py -m {word}")
+        plugin = f"hydra_plugins/hydra_{value.partition('_')[0]}_launcher"
+        if key == "hydra/launcher" and value != "basic" and not any(Path(p, plugin).is_dir() for p in sys.path):
+            raise UserError(f"{word}: is not installed: pip install -e '.[sweep]'")
+
+
+class Prefixed(io.TextIOBase):
+    """A text file to which complete lines are written, with the name of a job: parallel ones share a terminal."""
+
+    def __init__(self, file: typing.TextIO, name: str):
+        self.file, self.name, self.rest = file, name, ""
+
+    def write(self, text: str) -> int:
+        *lines, self.rest = (self.rest + text).split("\n")
+        self.file.write("".join(f"{self.name}: {line}\n" for line in lines))
+        self.file.flush()
+        return len(text)
 
 
 # ---- settings ----
@@ -158,7 +193,9 @@ def help_text(config: str, *, _root_: DictConfig) -> str:
             knobs += [f"  {f.name}.{line}" for line in yaml if re.match(r"(?!kind)\w+:", line)]
     lines = [text["header"], "", f"usage: python {config}.py SETTING=VALUE ...", "", "Groups, GROUP=NAME:", *groups]
     lines += ["", "Settings and their values:", *settings]
-    lines += ["", "Settings of the chosen names; conf/GROUP/NAME.yaml has those of others", *knobs, "", text["footer"]]
+    if knobs:
+        lines += ["", "Settings of the chosen names; conf/GROUP/NAME.yaml has those of others", *knobs]
+    lines += ["", text["footer"]]
     wrap = textwrap.TextWrapper(118, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False)
     return "\n".join(map(wrap.fill, lines)).replace("$", "$$")  # Hydra reads it as a string.Template
 

@@ -1,6 +1,7 @@
 """User errors: one clear line and exit code 1. Every other exception is a bug of ours and keeps its traceback."""
 
 import functools
+import io
 import os
 import sys
 import time
@@ -39,6 +40,9 @@ def user_errors(main: Callable) -> Callable:
 
     @functools.wraps(main)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a ? for what its encoding lacks, as that of Windows does
         try:
             return main(*args, **kwargs)
         except UserError as e:

@@ -64,7 +64,9 @@ LENGTHS = Rule(
 )
 KEYS = Rule(lambda x: all(x), "a list of keys: [KEY,OBJECT.KEY]")
 DATA_RULES = {  # of the keys that every corpus has
-    "tokenizer": one_of("bpe", "bytes", "gpt2"),
+    "tokenizer": Rule(
+        lambda x: bool(re.fullmatch(r"bpe|bytes|gpt2|.+\.json", str(x))), "bpe, bytes, gpt2 or PATH.json"
+    ),
     "vocab_size": Rule(lambda x: has_type(x, int) and 257 <= x <= 2**18, "a whole number from 257 to 262144"),
     "holdout": Rule(lambda x: has_type(x, int) and x >= 1, "a whole number of at least 1"),
 }

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from conf.errors import UserError, file_errors
+from conf.errors import UserError, check, file_errors
 from conf.registry import build_from_knobs, load_kind
 from data import tokenizer
 from data.held_out import Document, HeldOut, find_copies
@@ -47,21 +47,26 @@ class Corpus(HeldOut):
 def prepare(cfg: dict, cache: str, tokenizer_json: str | None = None) -> Corpus:
     """The corpus of these settings (a yaml of conf/data), from the folder `cache` or else built now and stored there.
 
-    tokenizer_json: the content of that file, with data.tokenizer=checkpoint. UserError if the text cannot be read, the
+    tokenizer_json: the content of that file, with data.tokenizer=checkpoint, or of a run with a tokenizer of the user's
+    own, whose file need not be there any more. UserError if the text cannot be read, the
     cache cannot be written or its files are not those that were written.
     """
-    shaping = {name: cfg[name] for name in TOKENIZER_SETTINGS}
+    kind = "own" if cfg["tokenizer"].endswith(".json") else cfg["tokenizer"]
+    shaping = {name: cfg[name] for name in TOKENIZER_SETTINGS} | {"tokenizer": kind}
     shaping |= {"format": FORMAT, "corpus": call_corpus(cfg, "fingerprint")}
-    if cfg["tokenizer"] not in ("bpe", "checkpoint"):  # the other vocabularies have a fixed size
+    if kind not in ("bpe", "checkpoint"):  # the other vocabularies have a fixed size
         shaping["vocab_size"] = None
+    if kind == "own" and not tokenizer_json:
+        with file_errors(f"data.tokenizer={cfg['tokenizer']}"):
+            tokenizer_json = Path(cfg["tokenizer"]).expanduser().read_text(encoding="utf-8", errors="replace")
     if tokenizer_json:
         shaping["tokenizer_json"] = hashlib.sha256(tokenizer_json.encode()).hexdigest()
     key = _checksum(shaping)[:16]
-    folder = Path(cache) / f"{cfg['kind']}-{cfg['tokenizer']}-{key}"
+    folder = Path(cache) / f"{cfg['kind']}-{kind}-{key}"
     with file_errors(f"cache={cache}: {folder.name}"):
         if not folder.exists():
             build(folder, cfg, tokenizer_json)
-        return open_prepared(folder, key, cfg["tokenizer"])
+        return open_prepared(folder, key, kind)
 
 
 def call_corpus(cfg: dict, function: str) -> Any:
@@ -183,13 +188,17 @@ def _write(folder: Path, cfg: dict, documents: list[tuple[str, str]], tokenizer_
 
 
 def _tokenizer(cfg: dict, train: list, held_out: list, tokenizer_json: str | None) -> tokenizer.AnyTokenizer:
-    """The tokenizer for these (name, text) pairs. UserError if that of a checkpoint does not fit them."""
+    """The tokenizer for these (name, text) pairs. UserError if a tokenizer.json does not fit them."""
     if not tokenizer_json:
         return tokenizer.train(cfg["tokenizer"], cfg["vocab_size"], (text for _, text in train))
-    encoding = tokenizer.CheckpointTokenizer(tokenizer_json, cfg["vocab_size"])
+    own = cfg["tokenizer"] != "checkpoint"
+    encoding = tokenizer.CheckpointTokenizer(tokenizer_json, None if own else cfg["vocab_size"])
     if encoding.eot_token < 0:
         raise UserError(f"the tokenizer has none of {', '.join(tokenizer.NAMES_OF_END)} to end a document with")
     sizes = encoding.token_bytes()
     for name, text in held_out:
-        encoding.check(name, text, encoding.encode_ordinary(text), sizes)
+        ids = encoding.encode_ordinary(text)
+        right = f"a tokenizer that decodes to the text it has encoded, as byte-level ones do: {name} comes back changed"
+        check(not own or encoding.decode(ids) == text, "data.tokenizer", cfg["tokenizer"], right)
+        encoding.check(name, text, ids, sizes)
     return encoding

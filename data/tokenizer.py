@@ -1,4 +1,4 @@
-"""Tokenizers of corpora: a byte-pair vocabulary that is trained here, bytes, GPT-2's, or that of a foreign checkpoint.
+"""Tokenizers of corpora: a byte-pair vocabulary that is trained here, bytes, GPT-2's, or a tokenizer.json.
 
 The first three are used through tiktoken, and the last one has the calls of tiktoken that a corpus uses.
 """
@@ -46,23 +46,28 @@ def _encoding(name: str, ranks: dict[bytes, int], pattern: str) -> tiktoken.Enco
 
 
 class CheckpointTokenizer:
-    """The tokenizer of a foreign checkpoint (tokenizer.json), which a run that starts from it keeps in ckpt.pt.
+    """A tokenizer.json, of a foreign checkpoint or the user's own. A run that was trained with it has it in ckpt.pt.
 
     n_vocab: the number of rows of the model's embedding, of which some may never occur.
     """
 
-    def __init__(self, content: str, n_vocab: int):
-        """content: of tokenizer.json. Its settings for truncation, padding and special tokens have no effect."""
-        self.content, self.n_vocab = content, n_vocab
+    def __init__(self, content: str, n_vocab: int | None = None):
+        """content: of tokenizer.json. Its settings for truncation, padding and special tokens have no effect.
+
+        n_vocab: None of the user's own, which has the tokens of the file, and one more if none of them ends a document.
+        """
+        self.content = content
         try:
             self.tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as e:  # the tokenizers package raises Exception itself
-            raise UserError(f"the checkpoint's tokenizer.json is not a tokenizer ({str(e)[:80]})") from None
+            raise UserError(f"data.tokenizer: not a tokenizer.json ({str(e)[:80]})") from None
+        ids = {name: i for name, i in self.tokenizer.get_vocab().items() if n_vocab is None or i < n_vocab}
+        end, new = next((ids[name] for name in NAMES_OF_END if name in ids), -1), max(ids.values(), default=-1) + 1
+        self.eot_token = new if end < 0 and n_vocab is None else end  # between documents; -1: none
+        self.n_vocab = n_vocab or max(new, self.eot_token + 1)
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True  # names of control tokens in a text are text
-        ids = (self.tokenizer.token_to_id(name) for name in NAMES_OF_END)
-        self.eot_token = next((i for i in ids if i is not None and i < n_vocab), -1)  # between documents; -1: none
 
     def encode_ordinary(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -82,7 +87,7 @@ class CheckpointTokenizer:
         """In byte-level vocabularies, as GPT-2's, each character of a token stands for one byte. In SentencePiece's, ▁
         stands for a space, and <0x41> for a single byte.
         """
-        byte_level = "ByteLevel" in json.dumps(json.loads(self.content)["decoder"])
+        byte_level = "ByteLevel" in json.dumps(json.loads(self.content).get("decoder"))
         letters = {letter: byte for byte, letter in enumerate(byte_letters())}
 
         def spell(token: str) -> bytes:
@@ -156,8 +161,8 @@ def save(encoding: AnyTokenizer, folder: Path) -> None:
 
 def load(kind: str, folder: Path) -> AnyTokenizer:
     """The tokenizer that `save` wrote to folder. kind: its name."""
-    if kind == "checkpoint":
-        n_vocab = int((folder / "n_vocab.txt").read_text(encoding="utf-8"))
+    if kind in ("checkpoint", "own"):
+        n_vocab = int((folder / "n_vocab.txt").read_text(encoding="utf-8")) if kind == "checkpoint" else None
         return CheckpointTokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"), n_vocab)
     # Not tiktoken's load_tiktoken_bpe: that caches by path, and a rebuilt vocabulary has the same path.
     lines = (line.split() for line in (folder / "ranks.tiktoken").read_bytes().splitlines())

@@ -93,10 +93,10 @@ class Run:
         return override(self.trained_scaling(n), requested)
 
     def describe(self) -> str:
-        """One or two lines about this run, for the start of a command."""
+        """Two or more lines about this run, for the start of a command."""
         progress = f", step {self.step} of {self.cfg.steps}" if self.step else ""
-        lines = f"run: {self.name} ({self.reason}): {gpt.describe_encoding(self.cfg)}, "
-        lines += f"trained at ctx {self.cfg.ctx}{progress}"
+        lines = f"run: {self.name} ({self.reason})\n"
+        lines += f"  {gpt.describe_encoding(self.cfg)}, trained at ctx {self.cfg.ctx}{progress}"
         if self.cfg.init:
             lines += f"\n  {describe_extension(self.cfg, self.context)}"
         return "\n  note: ".join([lines, *self.notes])

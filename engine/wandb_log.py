@@ -20,9 +20,9 @@ from engine import checkpoint, distributed
 from engine.files import commit, write_atomically
 from model import gpt
 
-CONNECT, FINISH = 10.0, 8.0  # seconds to wait for the server at the beginning and the end of a run; else it is for ever
+CONNECT, FINISH = 4.0, 6.0  # seconds to wait for the server at the beginning and the end of a run; else it is for ever
 
-_server_gone = False  # later runs of this process are then offline
+_server_gone = ""  # the error of a run, after which those of this process are offline
 
 
 @functools.cache  # each line once
@@ -53,6 +53,8 @@ class Log:
     def __enter__(self) -> Self:
         if os.environ.get("WANDB_MODE") != "disabled" and distributed.rank() == 0:
             self._attempt(self._open)
+            if self.run is None:  # no answer: once more, offline
+                self._attempt(self._open)
         return self
 
     def __call__(self, work: Callable[[Any, Any], Any]) -> None:
@@ -66,36 +68,38 @@ class Log:
 
     def _open(self) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which waits for the server when the process ends
         os.environ.setdefault("WANDB_HTTP_TIMEOUT", "5")  # of questions to the server while a run is open
         import wandb
 
         self.wandb, training = wandb, self.about["job_type"] == "train"
-        mode: Any = os.environ.get("WANDB_MODE")
+        mode: Any = "offline" if _server_gone else os.environ.get("WANDB_MODE")
         mode = mode or ("online" if wandb.login(prompt=False, verify=False) else "offline")
         self.about["config"]["commit"] = commit()
-        settings = wandb.Settings(
-            init_timeout=CONNECT,
-            finish_timeout=FINISH,
-            finish_timeout_raises=True,
-            silent=True,
-            console="off",
-            x_disable_stats=not training,
-        )
-        self.run = wandb.init(mode="offline" if _server_gone else mode, settings=settings, **self.about)
+        limits: Any = {"init_timeout": CONNECT, "finish_timeout": FINISH, "finish_timeout_raises": True}
+        quiet: Any = {"silent": True, "console": "off", "x_disable_stats": not training}
+        if _server_gone:
+            wandb.teardown()  # ends the run that failed, whose id would be in use
+        self.run = wandb.init(mode=mode, settings=wandb.Settings(**limits, **quiet), **self.about)
         if self.run.offline:
-            say(f"offline; to upload: wandb sync --yes ./{os.path.relpath(Path(self.run.dir).parent.parent)}")
+            why = f" ({_server_gone})" if _server_gone else ""
+            say(f"offline{why}; to upload: wandb sync --yes ./{os.path.relpath(Path(self.run.dir).parent.parent)}")
         else:
             say(str(self.run.url if training else self.run.project_url))
 
     def _attempt(self, work: Callable[[], Any]) -> None:
+        """work(), without its exceptions. With an open run they are printed, otherwise by the run that is offline."""
         global _server_gone
         try:
             work()
         except Exception as e:
-            _server_gone = True
-            again = "; to upload the rest: wandb sync --yes --include-online"
-            where = f"{again} ./{os.path.relpath(Path(self.run.dir).parent)}" if self.run else ""
-            say(f"{type(e).__name__} ({(str(e).splitlines() or ['no answer'])[0]}), nothing else is affected{where}")
+            again = self.run is None and _server_gone
+            _server_gone = f"{type(e).__name__}: {(str(e).splitlines() or ['no answer'])[0][:70]}"
+            if self.run is not None:
+                folder = os.path.relpath(Path(self.run.dir).parent)
+                say(f"{_server_gone}; to upload the rest: wandb sync --yes --include-online ./{folder}")
+            elif again:
+                say(f"nothing is logged ({_server_gone})")
 
 
 def run_config(name: str, cfg: TrainConfig) -> dict[str, Any]:

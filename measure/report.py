@@ -4,7 +4,12 @@
 those of any runs on the same texts, and draw.
 """
 
+import itertools
 import math
+import os
+import re
+import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,22 +18,47 @@ import numpy as np
 
 from measure import plots
 from measure.curves import Curve, Row
-from measure.gain import ACCURACY, BITS, GAIN, Value, by_group, controls, difference, gain, lines_of
+from measure.gain import ACCURACY, BITS, GAIN, Value, by_group, controls, gain, lines_of
 from measure.intervals import interval_text
 
-MARK = ""  # head of the column that has a t where the better control is truncation
+WIDTH = 80  # columns of what is printed
+COLOR = re.compile(r"\033\[\d+m")
 NO_LENGTH = 0  # the effective context of a method that is below the threshold at the shortest length
 
 
-def print_table(lines: dict[str, dict[Any, str]]) -> None:
-    """A line for each name, with its cells by their heads: texts in their order, then numbers in theirs."""
+def print_table(lines: dict[str, dict[Any, str]], corner: str = "") -> None:
+    """A line for each name, with its cells by their heads: texts in their order, then numbers in theirs.
+
+    corner: the head of the names. Columns that do not fit are printed below the others.
+    """
     found = dict.fromkeys(head for cells in lines.values() for head in cells)
-    heads = sorted(found, key=lambda head: head if isinstance(head, int) else 0)
-    rows = [["", *map(str, heads)], *([name, *(cells.get(h, "") for h in heads)] for name, cells in lines.items())]
-    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    for name, *cells in rows:
-        columns = (f"{cell:>{width + 2}}" for cell, width in zip(cells, widths, strict=True))
-        print("".join((f"{name:<{first}}", *columns)).rstrip())
+    first, columns = max(map(len, (corner, *lines))), []
+    for head in sorted(found, key=lambda head: head if isinstance(head, int) else 0):
+        cells = [str(head), *(cells.get(head, "") for cells in lines.values())]
+        sizes = [len(COLOR.sub("", cell)) for cell in cells]
+        columns.append([" " * (2 + max(sizes) - size) + cell for cell, size in zip(cells, sizes, strict=True)])
+    names = [f"{name:<{first}}" for name in (corner, *lines)]
+    while columns:
+        ends = itertools.accumulate(len(head) for head, *_ in columns)
+        count = max(1, sum(first + end <= WIDTH for end in ends))
+        for parts in zip(names, *columns[:count], strict=True):
+            print("".join(parts).rstrip())
+        columns = columns[count:]
+
+
+def print_wrapped(text: str) -> None:
+    print(textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+
+
+def gain_text(mean: float, low: float, high: float) -> str:
+    """A gain with its interval: on a terminal green if it is above 0, red if below, unless NO_COLOR is set."""
+    text, color = interval_text(mean, low, high), 32 if low > 0 else 31 if high < 0 else 0
+    colored = color and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return f"\033[{color}m{text}\033[0m" if colored else text
+
+
+def ppl_text(ppl: float) -> str:
+    return f"{ppl:.2f}" if ppl < 1000 else f"{ppl:.0f}" if ppl < 1e6 else f"{ppl:.0e}"
 
 
 def values_of(quantity: str, shown: Sequence[Curve], curves: Sequence[Curve] = ()) -> dict[str, dict[int, Value]]:
@@ -52,50 +82,44 @@ class Losses:
     def print_evaluation(self, curves: Sequence[Curve], requested: Curve) -> None:
         """Print the table of one evaluation: no scaling, the window control and the requested method at each length.
 
-        Below it the gain at the longest length, and the tax at the longest length within L. curves: these, with
-        the same lengths; the requested one may be a control.
+        Below it whether the method is better than the controls at the longest length. curves: these, with the same
+        lengths; the requested one may be a control.
         """
         none, window = curves[:2]
-        L, longest = none.first.train_ctx, none.first.longest_trained_ctx
-        (control_rows,) = controls([none, window]).values()  # of one run
+        L, longest, label = none.first.train_ctx, none.first.longest_trained_ctx, requested.label
+        (bars,) = controls([none, window]).values()  # of one run: n -> the row of the better control
+        head = label if len(label) <= 8 else "method"
+        truncated = [n for n, bar in bars.items() if bar.label != "window"]
         lines = {}
-        for i, row in enumerate(requested.rows):
-            bar, cells = control_rows[row.n], {"n/L": f"{row.n / L:.2g}"}
-            cells |= {c.label[:16]: f"{c.rows[i].ppl:.2f}" for c in (none, window, requested)}
-            cells |= {"bits/byte": f"{row.bits_per_byte:.3f}", "factor": f"{row.factor:.3g}"}
-            cells |= {"gain [95 %]": interval_text(*gain(row, bar)), MARK: "t" * (bar.label != "window")}
-            lines[f"{row.n:>6}"] = cells
-        name = requested.label[:16]
-        print(f"\nperplexity at n tokens; bits/byte, factor and gain (nats/token, over the better control) of {name}")
-        print_table(lines)
-        if any(bar.label != "window" for bar in control_rows.values()):
-            print(f"t: the better control is truncation: only the last {longest} tokens are given")
+        for row in requested.rows:
+            cells = {"n/L": f"{row.n / L:.2g}" if row.n < L else f"{row.n / L:.4g}"}
+            same_n = {"none": none.by_length()[row.n], "window": window.by_length()[row.n], head: row}
+            cells |= {name: ppl_text(x.ppl) for name, x in same_n.items()}
+            cells |= {"bits": f"{row.bits_per_byte:.3f}", "factor": f"{row.factor:.4g}"}
+            mark = (" t" if row.n in truncated else "  ") if truncated else ""
+            lines[f"{row.n:>4}"] = cells | {"gain [95 %]": gain_text(*gain(row, bars[row.n])) + mark}
+        print()
+        print_wrapped(f"perplexity at n tokens; bits per byte of text, factor and gain of {label}")
+        print_table(lines, "   n")
+        print("gain: nats per token (1 nat is 1.44 bits) below the loss of the better control")
+        truncation = f"; t: truncation is given only {longest}" if truncated else ""
+        print_wrapped(f"control: window sees only {longest} tokens at a time{truncation}")
         if len({len(row.scored_windows) for row in none.rows}) > 1:
-            print("long lengths score fewer windows: their losses are those at L plus the difference on these windows")
+            print("at long n fewer windows are scored, and compared with the same ones at L")
         last = requested.rows[-1]
-        if last.n > longest and requested.label != "window":
+        if last.n > longest and label != "window":
             lowest = min(row.loss for row in none.rows)
-            untrained = f"the lowest loss is {lowest:.2f} nats/token, and that of a random guess {self.guess:.2f}"
-            hardly = lowest > 0.85 * self.guess
-            print("\n" + (f"no verdict: {untrained}" if hardly else self.verdict(last, control_rows[last.n])))
-        inside = [i for i, row in enumerate(requested.rows) if row.n <= L]
-        if inside and requested.label not in ("none", "window"):
-            print(self.tax(requested.rows[inside[-1]], none.rows[inside[-1]]))
+            hardly = f"it hardly learned: its lowest loss is {lowest:.2f}, that of a guess {self.guess:.2f}"
+            verdict = f"no verdict: {hardly}" if lowest > 0.85 * self.guess else self.verdict(last, bars[last.n])
+            print_wrapped(verdict)
 
     def verdict(self, row: Row, bar: Row) -> str:
-        """A sentence: the gain of a method at one length, and whether its interval excludes 0."""
-        mean, low, high = gain(row, bar)
+        """A sentence: whether the interval of a method's gain at one length excludes 0. bar: the better control."""
+        _, low, high = gain(row, bar)
         outcome = "better than" if low > 0 else "worse than" if high < 0 else "no different from"
         truncated = bar.label != "window"
         control = f"being given only {bar.n} tokens" if truncated else f"seeing only {bar.window} tokens at a time"
-        gained = f"{interval_text(mean, low, high)} nats/token"
-        return f"gain over the better control at n={row.n} ({row.n / row.train_ctx:g}x): {gained}: {outcome} {control}"
-
-    def tax(self, row: Row, none: Row) -> str:
-        """A line: how much a method raises the loss at a length within the trained context. none: without scaling."""
-        mean, low, high = difference(row, none)
-        price = f"{interval_text(mean, low, high)} nats/token" if mean else "0, nothing is changed there"
-        return f"tax inside the trained context (n={row.n}, factor {row.factor:g}): {price}"
+        return f"at n={row.n} {row.label} is {outcome} {control}"
 
     def print_comparison(self, shown: Sequence[Curve]) -> None:
         """Print bits per byte on the same targets: a line for each group and method, columns from L on.

@@ -70,10 +70,10 @@ def curve_config(evaluation: Evaluation, method: Method) -> dict[str, Any]:
 
 
 def curve_name(config: dict[str, Any]) -> str:
-    """The name on screen of a curve's run, which ends in a hash of what was measured."""
+    """The name on screen of a curve's run: first the method, as names are cut; last a hash of what was measured."""
     e, dtype = config["eval"], config["dtype"]
     key = short_hash([e, config["device"], dtype])[:4]
-    return f"{config['run']} {e['label']} {e['task']} ctx{e['ctx']} docs{e['documents']} {dtype} {key}"
+    return f"{e['label']} {config['run']} {e['task']} ctx{e['ctx']} docs{e['documents']} {dtype} {key}"
 
 
 def short_hash(values: Any) -> str:

@@ -26,17 +26,6 @@ def rotations(inv_freq: Tensor, ctx: int) -> Tensor:
     return ctx * inv_freq / (2 * math.pi)
 
 
-def card(trained: TrainedContext) -> str:
-    """One line about a run's spectrum, for the start of train.py and eval.py; empty without rotation."""
-    if trained.frequencies is None:
-        return ""
-    r = rotations(trained.inv_freq, trained.train_ctx)
-    return (
-        f"spectrum: {len(r)} pairs rotate {r[0]:.3g} .. {r[-1]:.2g} times within {trained.train_ctx} tokens; "
-        f"{int((r < 1).sum())} never complete a rotation"
-    )
-
-
 def warning(knobs: dict, trained: TrainedContext) -> str:
     """One line if a scaling method's threshold has fewer than 1/10 or more than 9/10 of the pairs above it; else empty.
 
@@ -44,11 +33,9 @@ def warning(knobs: dict, trained: TrainedContext) -> str:
     """
     if trained.frequencies is None:
         return ""
-    r, L = rotations(trained.inv_freq, trained.train_ctx), trained.train_ctx
+    r = rotations(trained.inv_freq, trained.train_ctx)
     for key, (model, count) in PUBLISHED.items():
-        if key in knobs and not len(r) <= 10 * (above := int((r > knobs[key]).sum())) <= 9 * len(r):
-            return (
-                f"warning: scaling.{key}={knobs[key]:g}: {above} of {len(r)} pairs rotate more often than that within "
-                f"{L} tokens (in {model}: {count} of 64); comparable: scaling.{key}={r.quantile(1 - count / 64):.2g}"
-            )
+        if key in knobs and not len(r) <= 10 * int((r > knobs[key]).sum()) <= 9 * len(r):
+            like = f"like {model}'s would be {r.quantile(1 - count / 64):.2g}"
+            return f"warning: scaling.{key}={knobs[key]:g} is extreme here; {like}"
     return ""

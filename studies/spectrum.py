@@ -22,7 +22,7 @@ from conf.registry import yaml_values
 from engine.files import write_atomically
 from measure import plots
 from model.scaling import TrainedContext, resolve
-from model.spectrum import card, frequencies, rotations, warning
+from model.spectrum import frequencies, rotations, warning
 
 LLAMA2_SLOWEST = 0.075  # rotations of Llama 2's slowest pair within its 4096 tokens (head_dim 128, base 10000)
 METHODS = ("none", "pi", "ntk", "yarn", "yarn_paper", "ntk_mixed")
@@ -33,7 +33,8 @@ def main() -> None:
     args = parse_arguments()
     L, out = args.ctx, Path(args.out)
     trained = TrainedContext("rope", L, frequencies(args.rotary_dim, args.base))
-    print(card(trained))
+    turns = rotations(trained.inv_freq, L)
+    print(f"{int((turns < 1).sum())} of {len(turns)} pairs never complete a rotation within {L} tokens")
     bound, matched = base_bound(args.rotary_dim, L), scale_matched_base(args.rotary_dim, L)
     print(f"smallest base that keeps B(m) >= 0 up to {L} (arXiv 2405.14591): {bound:,.0f}")
     print(f"base whose slowest pair rotates as in Llama 2: {matched:,.0f}")

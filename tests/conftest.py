@@ -1,6 +1,5 @@
 """Fixtures and the environment of all tests. Helpers to import are in tests/helpers.py."""
 
-import fcntl
 import gc
 import os
 from pathlib import Path
@@ -14,6 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MATPLOTLIBRC"] = str(Path(__file__).parent / "data" / "matplotlibrc")
 
 import pytest
+from filelock import FileLock
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,8 +56,7 @@ def cache(request, tmp_path_factory) -> str:
     folder = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):  # a worker of pytest-xdist: its folder lies in that of all workers
         folder = folder.parent
-    with (folder / "cache.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+    with FileLock(folder / "cache.lock"):
         corpora.prepare(train_settings("exp=smoke").data, str(folder / "cache"))
     return str(folder / "cache")
 

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import io
 import re
 import shlex
 import tomllib
@@ -45,7 +46,8 @@ def test_help_lists_every_setting_and_the_choices_of_each_group(config, schema, 
         assert all(re.search(rf"^  {re.escape(name)}(:| )", text, flags=re.M) for name in names), f.name
         assert is_dataclass(f.type) or " ".join(f.metadata["help"].split()) in " ".join(text.split())
     assert code == 0 and all(re.search(rf"\b{x}\b", text) for x in (*choices("scaling"), *choices("train/exp")))
-    assert max(map(len, text.splitlines())) <= 120 and not re.search(r":\n\n", text)  # no empty section
+    assert max(map(len, text.splitlines())) <= 120
+    assert not re.search(r"(:|of others)\n\n", text)  # no empty section
 
 
 def test_help_shows_the_knobs_of_the_chosen_groups(monkeypatch):
@@ -139,6 +141,32 @@ def test_what_hydra_refuses_has_its_message_and_exit_code_1(config, setting, rig
     assert code == 1 and right in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    "settings, right",
+    [
+        ("--steps 20", "--steps: settings have no dashes: steps=VALUE"),
+        ("--optim.lr=1", "--optim.lr: "),
+        ("exp=smoke seed=0,1", "seed=0,1: several values are a sweep: python train.py -m seed=0,1"),
+    ],
+)
+def test_a_slip_of_the_command_line_is_one_line(settings, right, monkeypatch):
+    assert error_of(train.main, settings.split(), monkeypatch).startswith(f"error: {right}")
+
+
+def test_a_launcher_that_is_not_installed_is_one_line(monkeypatch):
+    sweep = ["-m", "hydra/launcher=cluster", "seed=0,1"]
+    assert "hydra/launcher=cluster: is not installed: pip install" in error_of(train.main, sweep, monkeypatch)
+
+
+def test_lists_and_quoted_texts_have_commas_without_a_sweep():
+    for config, words in (
+        ("eval", ["ctx=[64,128]", "--help"]),
+        ("sample", ["prompt='a, b'"]),
+        ("train", ["-m", "seed=1,2"]),
+    ):
+        cli.check_command_line(config, words)
+
+
 def test_compare_without_runs(here, monkeypatch):
     assert "runs/: first: python eval.py" in error_of(compare.main, [], monkeypatch)
 
@@ -193,9 +221,19 @@ def test_a_failing_job_fails_alone_and_finished_ones_are_skipped(here, monkeypat
 @pytest.mark.slow
 def test_the_joblib_launcher_spreads_jobs_over_processes(here):
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="not installed: pip install -e '.[sweep]'")
-    done = command("train.py", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", *BATCHES, cwd=here)
+    done = command("train.py", *BATCHES, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", cwd=here)
     assert done.returncode == 1 and "batch_tokens=100: must be a multiple of ctx=64" in done.stderr
-    assert trained([f"rope-smoke-batch_tokens{n}-steps2" for n in (128, 256)])
+    names = [f"rope-smoke-batch_tokens{n}-steps2" for n in (128, 256)]
+    assert trained(names) and done.stdout and all(done.stdout.count(f"\n{name}: it writes: ") == 1 for name in names)
+    assert all(line.startswith("rope-smoke-batch_tokens") for line in done.stdout.splitlines())
+
+
+def test_parallel_jobs_write_whole_lines_with_their_names():
+    terminal = io.StringIO()
+    for file in [cli.Prefixed(terminal, name) for name in ("a", "b")]:
+        print("one", "line", file=file)
+        print("part of", end="", file=file)
+    assert terminal.getvalue() == "a: one line\nb: one line\n"
 
 
 # ---- settings, and the yaml files of groups ----

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import train
 from conf.registry import choices, load_kind, yaml_values
@@ -127,6 +128,7 @@ def test_a_damaged_cache_is_neither_used_nor_deleted(damage, docs):
     assert corpora.prepare(TEXT, "mine").train.tolist() == train
 
 
+@pytest.mark.process
 def test_of_three_processes_one_prepares_the_cache_though_the_first_is_killed(docs, capfd):
     fork, write = multiprocessing.get_context("fork"), corpora._write
     cfg = {**TEXT, "tokenizer": "bytes"}  # bpe is trained by threads, which a forked process lacks
@@ -209,6 +211,45 @@ def test_gpt2_tokenizer_without_network_is_one_line(docs, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "empty")
     assert line_of(corpora.prepare, {**TEXT, "tokenizer": "gpt2"}, ".cache").startswith("data.tokenizer=gpt2: ")
     assert not list(Path(".cache").glob("text-gpt2*"))
+
+
+def write_tokenizer(docs: Path, kind: str, path: str = "own.json") -> Tokenizer:
+    """A tokenizer.json of the tokenizers package, trained on the documents."""
+    texts = [p.read_text() for p in docs.glob("*.txt")]
+    if kind == "byte-level":
+        own = Tokenizer(models.BPE())
+        own.pre_tokenizer, own.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        own.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    else:  # no byte fallback: Ω is unknown, and spaces are lost
+        own = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+        own.pre_tokenizer = pre_tokenizers.Whitespace()
+        own.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=["[UNK]"]))
+    own.save(path)
+    return own
+
+
+def test_a_tokenizer_of_ones_own_counts_the_bytes_of_the_text(docs):
+    """Also when its file has gone, as after a run was moved."""
+    own, cfg = write_tokenizer(docs, "byte-level"), {**TEXT, "tokenizer": "own.json"}
+    corpus, content = corpora.prepare(cfg, "mine"), Path("own.json").read_text()
+    for d in corpus.held_out:
+        text = Path(d.name).read_text()
+        assert d.tokens.tolist() == own.encode(text).ids and corpus.decode(d.tokens.tolist()) == text
+        assert corpus.token_bytes[d.tokens].sum() == len(text.encode())
+    end = corpus.encoding.eot_token  # none in the file, so it is one more
+    assert end == own.get_vocab_size() == corpus.vocab_size - 1 and (corpus.train == end).sum() == 4
+    assert corpus.token_bytes[end] == 0 and corpus.train.dtype == np.uint16
+    Path("own.json").unlink()
+    assert corpora.prepare(cfg, "mine", content).key == corpus.key
+
+
+@pytest.mark.parametrize("file", ["missing.json", "words.json", "none.json"])
+def test_a_tokenizer_that_is_none_or_changes_the_text_is_one_line(file, docs):
+    write_tokenizer(docs, "words", "words.json")
+    Path("none.json").write_bytes(b"\xff{}")
+    assert line_of(corpora.prepare, {**TEXT, "tokenizer": file}, "mine").startswith("data.tokenizer")
+    assert not list(Path("mine").glob("text-*"))
 
 
 def test_documents_tokenised_in_parts_give_the_same_corpus(docs, monkeypatch):

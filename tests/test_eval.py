@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import re
 import signal
 import sys
@@ -31,7 +30,7 @@ from measure.curves import Curve, Row, losses_file, read_curve, select_shared
 from measure.evaluation import NONE, WINDOW, Evaluation, Method, requested_method
 from measure.gain import better_controls, controls, gain
 from measure.intervals import bootstrap
-from measure.report import Losses
+from measure.report import Losses, print_table
 from measure.tasks import Piece, Task
 from measure.tasks.matched import NEAR, Matched
 from measure.tasks.prefix import Prefix
@@ -40,7 +39,7 @@ from model import spectrum
 from model.regions import Clipped
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext
 from tests import helpers
-from tests.helpers import StubModel, any_task_corpus, eval_settings, held_out, run_eval, stub_evaluation
+from tests.helpers import StubModel, any_task_corpus, curve_of, eval_settings, held_out, run_eval, stub_evaluation
 
 A_CURVE = helpers.ROOT / "tests" / "data" / "curve.jsonl"  # of two rows
 OWN = spectrum.frequencies(16, 10000.0)  # of model_of("rope")
@@ -414,7 +413,7 @@ def test_an_interrupted_evaluation_keeps_its_finished_lengths(tmp_path):
     class Interrupted(StubModel):
         def losses(self, tokens: torch.Tensor, targets: torch.Tensor, change: ContextChange) -> torch.Tensor:
             if tokens.shape[1] == 128:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             return super().losses(tokens, targets, change)
 
     stopped = stub_evaluation(Interrupted(), CORPUS, tmp_path, "ctx=256", *SMALL)
@@ -547,9 +546,47 @@ def test_curves_are_reused_and_measured_again_when_asked(runs, monkeypatch):
 
 
 def test_fixed_factor_shows_its_tax(runs, capsys):
+    """As the gain at L, where both controls are the model as it was trained."""
     run_eval("run=rope", "ctx=256", "scaling=pi", "scaling.factor=fixed", *FEW)
-    assert "tax inside the trained context (n=64, factor 4): " in capsys.readouterr().out
-    assert [row.factor for row in curves_of("rope")["pi factor=fixed"].rows] == [4, 4, 4]
+    curves = curves_of("rope")
+    taxed, none = (curves[label].by_length()[64] for label in ("pi factor=fixed", "none"))
+    assert [row.factor for row in curves["pi factor=fixed"].rows] == [4, 4, 4]
+    tax = re.search(r"\n  64    1 .* ([+-]\d\.\d+) \[", capsys.readouterr().out)
+    assert tax and float(tax[1]) == pytest.approx(none.loss - taxed.loss, abs=6e-4) != 0
+
+
+def test_what_an_evaluation_prints_fits_80_columns_in_one_table(capsys):
+    losses = {n: 3.0 + 8 * (n > 64) for n in (8, 64, 128, 512, 8192, 65536)}
+    none, window, longer = (curve_of("x", x, losses) for x in ("none", "window", "yarn beta_fast=4.0 + logn"))
+    Losses().print_evaluation([none, window], longer)
+    lines = capsys.readouterr().out.splitlines()
+    (head,) = (i for i, line in enumerate(lines) if "  method  " in line)
+    assert max(map(len, lines)) <= 80 and " 59874 " in lines[head + 3]
+    assert [int(line.split()[0]) for line in lines[head + 1 : head + 7]] == list(losses)
+
+
+def test_a_gain_is_green_or_red_on_a_terminal_only(monkeypatch, capsys):
+    def colors(terminal: bool) -> list[str]:
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+        losses = {64: 3.0, 128: 3.0, 256: 3.0}
+        none, window = (curve_of("x", label, losses) for label in ("none", "window"))
+        Losses().print_evaluation([none, window], curve_of("x", "none", {64: 3.0, 128: 2.9, 256: 3.1}))
+        out = capsys.readouterr().out
+        width = {len(re.sub(r"\x1b\[\d+m", "", line)) for line in out.splitlines()[2:6]}
+        assert len(width) == 1
+        return re.findall(r"\x1b\[([1-9]\d*)m[+-]", out)
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert colors(True) == ["32", "31"] and colors(False) == []
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert colors(True) == []
+
+
+def test_columns_that_do_not_fit_are_printed_below(capsys):
+    print_table({"name": dict.fromkeys(range(10), "123456789")})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and max(map(len, lines)) <= 80
+    assert [int(x) for line in lines[::2] for x in line.split()] == list(range(10))
 
 
 def test_the_newest_run_that_fits_is_evaluated_and_named(runs, capsys):

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import sample
+from engine.generate import draw
 from model import gpt, scaling
 from model.attention import Cache
 from model.decode import Decoder
 from model.scaling import NotApplicable
-from sample import draw
 from tests.helpers import choices, error_of, more_positions, run_command, run_train, scaling_knobs, train_settings
 
 L, V = 8, 64
@@ -136,3 +136,13 @@ def test_the_command_writes_the_same_for_the_same_seed(here, monkeypatch):
     assert drawn(1).startswith("def ") and drawn(1) == drawn(1) != drawn(2)
     run_train("steps=1", "pos=learned", "name=l")
     assert "pos=learned has 64 positions" in error_of(sample.main, ["run=l", "tokens=90"], monkeypatch)
+
+
+@pytest.mark.parametrize("settings", [("pos=learned", "positions=random", "pos.max_positions=512"), ("scaling=pi",)])
+def test_a_training_ends_with_what_sample_py_writes(settings, here, monkeypatch, capsys):
+    run_train("steps=3", "name=a", *settings)
+    lines = capsys.readouterr().out.splitlines()
+    (words,) = (line.removeprefix("it writes: ") for line in lines if line.startswith("it writes: "))
+    _, out, _ = run_command(sample.main, ["run=a", "tokens=30"], monkeypatch)
+    printable = "".join(c if c.isprintable() else " " for c in out)
+    assert words and " ".join(printable.split()).startswith(words) and max(map(len, lines)) <= 80

@@ -2,7 +2,7 @@
 
 import math
 import platform
-import resource
+import re
 import signal
 import time
 from pathlib import Path
@@ -13,8 +13,11 @@ import torch
 
 import train
 from conf.schema import OptimConfig
+from data import corpus as corpora
 from engine import checkpoint
 from engine.optimizer import schedule
+from engine.run import Run
+from hf.tokenizer import of_run
 from measure.curves import read_curve
 from tests.helpers import (
     choices,
@@ -179,6 +182,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint_to_resume_from(here):
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(here):
+    resource = pytest.importorskip("resource", reason="limits of POSIX")
     train_until(5, "steps=6", "name=x")
     before, limits = Path("runs/x/ckpt.pt").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
@@ -237,6 +241,20 @@ def test_a_parent_that_has_changed(here):
     train_until(1, "init=a", "steps=4", "name=b")
     run_train("steps=1", "seed=1", "name=a", "fresh=true")
     assert "runs/b has other settings: pretrained.weights=" in line_of(run_train, "init=a", "steps=4", "name=b")
+
+
+def test_a_run_with_a_tokenizer_of_ones_own_needs_its_file_no_more(here, capsys):
+    of_run(corpora.prepare(train_settings("exp=smoke").data, ".cache").encoding).save("own.json")
+    write_documents(here)
+    settings = ("data=text", "data.files=docs/*.txt", "data.tokenizer=own.json")
+    train_until(1, *settings, "steps=2", "name=b")
+    few = r"held out: \d+ documents, never trained on; data.holdout=32 needs a larger corpus"
+    assert re.search(few, capsys.readouterr().out)
+    Path("own.json").unlink()
+    run_train(*settings, "steps=2", "name=b")
+    run_train("init=b", "steps=1", "name=c")
+    run = Run.open("c", runs="runs", cache="another")
+    assert run.step == 1 and run.corpus.encoding.eot_token == 511 == run.corpus.vocab_size - 1
 
 
 # ---- memory, and numbers that a CPU is slow with ----

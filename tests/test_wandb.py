@@ -1,11 +1,15 @@
 """wandb: what a training and its evaluations log to a stand-in, and to offline runs that wandb itself reads."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +44,7 @@ def logged(monkeypatch) -> list[Mock]:
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     wandb_log.say.cache_clear()
-    monkeypatch.setattr(wandb_log, "_server_gone", False)
+    monkeypatch.setattr(wandb_log, "_server_gone", "")
     monkeypatch.setattr(wandb, "init", init)
     return runs
 
@@ -106,7 +110,8 @@ def test_a_training_and_its_evaluations_belong_together(here, logged):
     training.finish.assert_called_once_with(exit_code=0)
     assert training.summary["minutes"] > 0 and training.summary["n_parameters"] == ours["n_parameters"] > 10_000
     settings = training.about.settings
-    assert settings.finish_timeout == wandb_log.FINISH <= 8 and settings.finish_timeout_raises
+    assert settings.finish_timeout == wandb_log.FINISH <= 6 and settings.finish_timeout_raises
+    assert settings.init_timeout == wandb_log.CONNECT <= 6 and os.environ["WANDB_ERROR_REPORTING"] == "false"
 
 
 def test_a_resumed_training_keeps_its_id_and_what_is_done_again_has_a_new_one(here, logged):
@@ -192,24 +197,36 @@ def test_the_longest_length_that_is_not_worse(losses, longest):
 # ---- problems with wandb ----
 
 
-@pytest.mark.parametrize("broken", ["init", "log", "finish"])
+@pytest.mark.parametrize("broken", ["login", "init", "log", "finish"])
 def test_training_and_evaluation_never_die_of_wandb(broken, here, logged, monkeypatch, capsys):
+    """One line says so, and what follows is logged offline: all of it if no run could be opened."""
     error, init = wandb.errors.CommError("no route to host"), wandb.init
 
+    def broken_login(**_: Any) -> bool:
+        if broken == "login":
+            raise error
+        return True
+
     def broken_init(**about: Any) -> Mock:
-        if broken == "init":
+        if broken == "init" and about["mode"] == "online":
             raise error
         run = init(**about)
+        run.offline = about["mode"] == "offline"
         run.attach_mock(Mock(side_effect=error), broken)
         return run
 
+    monkeypatch.setattr(wandb, "login", broken_login)
     monkeypatch.setattr(wandb, "init", broken_init)
-    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.delenv("WANDB_MODE")
     run_train("steps=2", "name=x")
     run_eval("run=x", "ctx=128", "documents=4")
-    assert capsys.readouterr().out.count("CommError (no route to host), nothing else is affected") == 1
+    out = capsys.readouterr().out
     assert checkpoint.load(Path("runs/x"))["step"] == 2 and list(Path("runs/x/eval").glob("none-*.jsonl"))
-    assert {run.about.mode for run in logged[1:]} <= {"offline"}  # the server has gone
+    modes = [run.about.mode for run in logged]
+    opened = broken in ("log", "finish")
+    assert modes == ["online" if opened else "offline", "offline", "offline"]
+    assert out.count("CommError: no route to host; to upload the rest: wandb sync") == opened
+    assert out.count("offline (CommError: no route to host); to upload: wandb sync") == 1
 
 
 def test_exceptions_of_the_body_pass_and_mark_the_run_as_failed(logged):
@@ -228,6 +245,28 @@ def test_nothing_is_opened_where_nothing_is_logged(env, logged, monkeypatch, cap
 
 
 @pytest.mark.slow
+def test_a_server_that_ends_every_connection_costs_seconds_and_no_curve(here):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def refuse() -> None:
+            with contextlib.suppress(OSError):  # of the closed socket
+                while True:
+                    server.accept()[0].close()
+
+        threading.Thread(target=refuse, daemon=True).start()
+        run_train("exp=smoke", "steps=2", "name=x")
+        env = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}", "WANDB_API_KEY": "a" * 40}
+        settings, took = ["eval.py", "run=x", "ctx=128", "documents=4", "fresh=true"], {}
+        for mode in ("offline", "online"):
+            began = time.monotonic()
+            done = command(*settings, cwd=here, WANDB_MODE=mode, **env)
+            took[mode] = time.monotonic() - began
+            lines = [line for line in done.stdout.splitlines() if line.startswith("wandb: ")]
+            assert done.returncode == 0 and len(lines) == 1 and lines[0].startswith("wandb: offline")
+    assert took["online"] - took["offline"] < 8 and len(list(Path("wandb").glob("offline-run-*-x-*"))) == 4
+
+
+@pytest.mark.slow
 def test_offline_runs_can_be_read_back_and_uploaded_with_the_printed_command(here):
     """No account, no terminal, no network: training and evaluation each leave a run that wandb itself reads."""
     env = {"WANDB_MODE": "offline", "NETRC": "/nonexistent", "WANDB_API_KEY": ""}
@@ -243,7 +282,7 @@ def test_offline_runs_can_be_read_back_and_uploaded_with_the_printed_command(her
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr
 
-    assert "run-x-pi" in run_wandb(*out.partition("to upload: wandb ")[2].splitlines()[0].split(), "--dry-run")
+    assert "run-pi-x" in run_wandb(*out.partition("to upload: wandb ")[2].splitlines()[0].split(), "--dry-run")
     read = {}
     for folder in Path("wandb").glob("offline-run-*"):
         records = [
@@ -251,6 +290,6 @@ def test_offline_runs_can_be_read_back_and_uploaded_with_the_printed_command(her
         ]
         run = next(r["run"] for r in records if r["type"] == "run")
         read[" ".join(run["display_name"].split()[:2])] = [r["history"]["item"] for r in records if "history" in r]
-    assert set(read) == {"x", "x none", "x window", "x pi"}
+    assert set(read) == {"x", "none x", "window x", "pi x"}
     assert any("train/val_bits_per_byte" in row for row in read["x"])
-    assert [row["_step"] for row in read["x pi"]] == [64, 128] and all("eval/gain_low" in row for row in read["x pi"])
+    assert [row["_step"] for row in read["pi x"]] == [64, 128] and all("eval/gain_low" in row for row in read["pi x"])
