@@ -255,7 +255,7 @@ def scaling_knobs(parameters: Config, rope_type: str, longest: int, L: int) -> d
 WRITTEN_AS = {"none": "default", "pi": "linear", "yarn": "yarn", "llama3": "llama3", "ntk_by_parts": "llama3"}
 OTHER_BASE = ("ntk", "dynamic_ntk", "dynamic_hf")  # a run keeps the scaling of its trained length: another base
 # Setting -> the values that can be written
-EXPRESSIBLE: dict[str, tuple] = {"attention": ("softmax",), "plus": ([],), "scaling": (*WRITTEN_AS, *OTHER_BASE)}
+EXPRESSIBLE: dict[str, tuple] = {"attention": ("softmax",), "scaling": (*WRITTEN_AS, *OTHER_BASE), "plus": ([],)}
 EXPRESSIBLE |= {"pos.kind": ("rope", "none"), "pos.rotary_fraction": (1.0,), "pos.proportional": (False,)}
 
 

@@ -6,194 +6,150 @@ methods; the first rounds take one window of each document, later ones the next.
 documents, because a bootstrap over fewer than 16 is too narrow.
 """
 
+import contextlib
 import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
-from conf.errors import UserError
+from conf.errors import check
 from conf.registry import yaml_values
-from engine.run import Run, check_fits
+from engine.progress import progress_bar
+from engine.run import Run
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
 from measure.intervals import estimate, interval_text
 from measure.tasks import Piece
-from model.scaling import NotApplicable
+from model.scaling import ContextChange, NotApplicable
 
-CANDIDATES = {"YaRN": "yarn", "NTK": "ntk", "Llama 3's ramp": "llama3", "PI": "pi", "ReRoPE, log-n": "rerope logn"}
+# In the order in which they are measured
+CANDIDATES = {"YaRN": "yarn", "NTK": "ntk", "Llama 3's ramp": "llama3", "ReRoPE, log-n": "rerope logn", "PI": "pi"}
 HOPELESS = 1.0  # nats per token: a method that is worse by more in its first window is not measured further
-SMALL = 0.02  # nats per token: the gain that the number of documents is given for
 Values = dict[str, list[list[float]]]  # label -> its values of each round
 Arrays = Mapping[str, np.ndarray]  # label -> a value of each document
-
-# ---- the model and the methods ----
+Work = Mapping[str, Callable[[int], list[float]]]  # label -> what measures its values of one round
 
 
 def about_context(run: Run) -> list[str]:
-    """What is known of the context that a run was trained at, and what is doubtful about it, a line each."""
-    L, longest, scaling = run.context.train_ctx, run.context.longest_trained_ctx, run.cfg.scaling
-    factor, schedule = scaling.get("factor"), run.cfg.layers
-    windows = [schedule.types[letter].window for letter in schedule.pattern] if schedule else []
-    narrow = [window for window in windows if window and window < longest]
+    """The context that a run was trained at, and what is doubtful about it, a line each."""
+    L, longest, scaling, layers = (
+        run.context.train_ctx,
+        run.context.longest_trained_ctx,
+        run.cfg.scaling,
+        run.cfg.layers,
+    )
     lines = [f"L = {L}" + (f", extended to {longest} with scaling={scaling['kind']}" if longest > L else "")]
-    if isinstance(factor, int | float) and round(factor * L) != longest:
-        lines.append(f"doubtful: its factor {factor:g} times {L} is not max_position_embeddings={longest}")
-    elif not run.step and longest == L:
-        lines[0] += ", by its config or train_ctx=; some configs state what is served, not what was trained"
-    if narrow:
-        lines.append(f"{len(narrow)} of {len(windows)} layers see a window of {min(narrow)} tokens, less than that")
-    return lines
-
-
-def deployed(label: str, scalings: Sequence[dict]) -> Method:
-    """The method as a deployed model has it at all lengths: a factor of ctx / L, and maps of positions also up to L."""
-    at_all = {"factor": ("auto", "fixed"), "always": (False, True)}
-    return Method(label, [k | {x: new for x, (old, new) in at_all.items() if k.get(x) == old} for k in scalings])
+    if isinstance(s := scaling.get("factor"), int | float) and round(s * L) != longest:
+        lines.append(f"doubtful: the factor {s:g} times {L} is not max_position_embeddings={longest}")
+    windows = {layers.types[letter].window or longest for letter in layers.pattern} if layers else set()
+    return lines + [f"some layers see only {window} tokens" for window in windows if window < longest]
 
 
 def candidates(run: Run, ctx: int, added: Method) -> list[Method]:
-    """The usual methods, as far as they apply to this run, and another. NotApplicable if that one does not apply."""
-    found = []
-    for label, names in CANDIDATES.items():
-        method = deployed(label, [yaml_values("scaling", name) for name in names.split()])
-        try:
-            run.change(method.scalings, ctx, ctx)
-            found.append(method)
-        except NotApplicable:
-            continue
-    if added not in (NONE, WINDOW):
-        check_fits(run.cfg, run.model.pos, ctx, added.scalings)
-        found.append(deployed(added.label, added.scalings))
+    """The usual methods that apply, and `added`, as a deployed model has them. UserError if there is none."""
+    methods = {label: [yaml_values("scaling", x) for x in names.split()] for label, names in CANDIDATES.items()}
+    methods |= {added.label: added.scalings} if added not in (NONE, WINDOW) else {}
+    fixed, found = {("factor", "auto"): "fixed", ("always", False): True}, []
+    for label, scalings in methods.items():
+        deployed = [k | {x: new for (x, old), new in fixed.items() if k.get(x) == old} for k in scalings]
+        with contextlib.suppress(NotApplicable):
+            run.change(deployed, ctx, ctx)
+            found.append(Method(label, deployed))
+    right = "a model with layers that rotate and see all tokens: to others only window and truncation apply"
+    check(bool(found), "run", run.name, right)
     return found
 
 
-# ---- rounds ----
+# ---- measure ----
 
 
-def rounds(
-    count: int,
-    work: Mapping[str, Callable[[int], list[float]]],
-    until: float,
-    bar: tqdm,
-    needed: int = 0,
-    hopeless: Callable[[Values], set[str]] = lambda values: set(),
-) -> Values:
-    """Label -> its values in each round: at most `count` rounds, at least two, no third that would end after `until`.
+def rounds(count: int, work: Work, until: float, needed: int, hopeless: Callable[[Values], set[str]]) -> Values:
+    """The values in each round: at most `count` rounds, at least two, no third that would end after `until`.
 
-    work: functions of the number of the round, in order of importance: where half of the time is over in the first
-    round, only the first `needed` of them are done. hopeless: labels that are not measured any more. until: of
-    time.monotonic(). Ctrl-C ends the rounds; before the second one is complete it is raised.
+    work: in order of importance: where half of the time is over in the first round, only the first `needed` are done.
+    until: of time.monotonic(). hopeless: labels that are not measured any more. Ctrl-C ends the rounds; before the
+    second one is complete it is raised.
     """
-    values: Values = {label: [] for label in work}
-    i, start = 0, time.monotonic()
-    shown = start
+    values, i, start = {label: [] for label in work}, 0, time.monotonic()
+    seconds = max(until - start, 1.0)
     try:
-        for i in range(count):
-            began = time.monotonic()
-            for k, (label, measure) in enumerate(work.items()):
-                late = i == 0 and k >= needed and time.monotonic() - start > (until - start) / 2
-                if late or len(values[label]) < i or label in hopeless(values):
-                    continue
-                bar.set_postfix_str(f"round {i + 1}, {label}", refresh=False)
-                values[label].append(measure(i))
-                if not np.isfinite(values[label][i]).all():
-                    raise UserError(f"{label}: the loss is not finite (NaN or Inf)")
-                before, shown = shown, time.monotonic()
-                bar.update(min(shown - before, (bar.total or 0) - bar.n))
-            if i and 2 * time.monotonic() - began > until:
-                break
+        with progress_bar(seconds, "{elapsed}") as bar:
+            for i in range(count):
+                began = time.monotonic()
+                for k, (label, measure) in enumerate(work.items()):
+                    late = i == 0 and k >= needed and began + seconds / 2 < time.monotonic()
+                    if not late and len(values[label]) == i and label not in hopeless(values):
+                        bar.set_postfix_str(f"window {i + 1}, {label}", refresh=False)
+                        values[label].append(measure(i))
+                        check(bool(np.isfinite(values[label][i]).all()), label, values[label][i], "finite losses")
+                        bar.update(min(time.monotonic() - start, seconds) - bar.n)
+                if i and 2 * time.monotonic() - began > until:
+                    break
     except KeyboardInterrupt:
         if i < 2:
             raise
+        return {label: x[:i] for label, x in values.items()}
     return values
 
 
-# ---- perplexity ----
+class Comparison(NamedTuple):
+    """The methods at ctx and at L, in nats per token; arrays have a value for each document."""
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """The methods at one length and at L, in nats per token: see `compare`. Arrays have a value for each document."""
-
-    ctx: int
-    L: int  # the longest trained context
     control: str  # the better one
     loss: float  # of that control
-    gains: Arrays  # over it at ctx, of methods and controls and without scaling
-    taxes: Arrays  # at L, of methods
-    rise: np.ndarray  # of the loss without scaling from L / 2 to L
-    hopeless: list[str]  # measured in one round
-    unmeasured: list[str]  # for lack of time
+    gains: Arrays  # over it at ctx
+    taxes: Arrays  # at L, of methods that were measured
 
 
-def compare(evaluation: Evaluation, methods: Sequence[Method], until: float, bar: tqdm) -> Comparison:
-    """Measure methods and controls in rounds. evaluation: of task=matched, with ctx=[L / 2, L, ctx]."""
-    half, L, ctx = evaluation.lengths
+def compare(evaluation: Evaluation, methods: Sequence[Method], until: float) -> Comparison:
+    """Measure methods and controls in rounds. evaluation: of task=matched, with ctx=[L, ctx]."""
+    L, ctx = evaluation.lengths
     (piece,), documents = evaluation.task.pieces(ctx), len(evaluation.task.names)
     order = np.arange(len(piece.tokens)).reshape(documents, -1).T.flatten()  # one window of each document first
 
     def losses(i: int, method: Method, lengths: Sequence[int]) -> list[float]:
-        row = order[i : i + 1]
-        parts = {n: Piece(piece.tokens[row, -n:], piece.targets[row]) for n in lengths}
-        return [float(evaluation.measure(part, evaluation.change(method, n)).mean()) for n, part in parts.items()]
+        parts = [(n, Piece(piece.tokens[order[i : i + 1], -n:], piece.targets[order[i : i + 1]])) for n in lengths]
+        return [float(evaluation.measure(part, evaluation.change(method, n)).mean()) for n, part in parts]
 
-    truncation, window = f"truncation to {L}", f"a window of {L}"
-    jobs = {truncation: (NONE, (L, half)), window: (WINDOW, (ctx,)), **{m.label: (m, (ctx, L)) for m in methods}}
-    jobs[NONE.label] = (NONE, (ctx,))
-    work = {label: functools.partial(losses, method=m, lengths=n) for label, (m, n) in jobs.items()}
+    controls = [f"truncation to {L}", f"a window of {L}"]
+    jobs = {controls[0]: (NONE, [L]), controls[1]: (WINDOW, [ctx]), **{m.label: (m, [ctx, L]) for m in methods}}
+    jobs |= {NONE.label: (NONE, [ctx])}
 
     def hopeless(values: Values) -> set[str]:
-        """Those that were far worse than a control in their first window."""
-        bars = [values[label][0][0] for label in (truncation, window) if values[label]]
-        return {label for label, x in values.items() if x and x[0][0] > min(bars) + HOPELESS} - {truncation, window}
+        bar = min((values[label][0][0] for label in controls if values[label]), default=math.inf)
+        return {label for label, x in values.items() if x and x[0][0] > bar + HOPELESS}.difference(controls)
 
-    values = rounds(len(order), work, until, bar, 3, hopeless)
-    at_ctx = {label: [x[0] for x in of_rounds] for label, of_rounds in values.items() if of_rounds}
-    control = min((truncation, window), key=lambda label: difference(at_ctx[label], at_ctx[window], documents).mean())
-    at_L = {m.label: [x[1] for x in values[m.label]] for m in methods if values[m.label]}
-    return Comparison(
-        ctx=ctx,
-        L=L,
-        control=control,
-        loss=float(np.mean(at_ctx[control])),
-        gains={label: difference(at_ctx[control], x, documents) for label, x in at_ctx.items()},
-        taxes={label: difference(x, at_ctx[truncation], documents) for label, x in at_L.items()},
-        rise=difference(at_ctx[truncation], [x[1] for x in values[truncation]], documents),
-        hopeless=[label for label, x in at_ctx.items() if len(x) == 1],
-        unmeasured=[label for label, x in values.items() if not x],
-    )
+    def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        x = a[: len(b)] - b[: len(a)]  # over the rounds that both have
+        return np.array([x[d::documents].mean() for d in range(min(documents, len(x)))])
+
+    work = {label: functools.partial(losses, method=m, lengths=lengths) for label, (m, lengths) in jobs.items()}
+    values = {label: np.array(x) for label, x in rounds(len(order), work, until, 3, hopeless).items() if x}
+    truncated, window = (values[label][:, 0] for label in controls)
+    better = int(difference(truncated, window).mean() > 0)
+    bar = (truncated, window)[better]
+    gains = {label: difference(bar, x[:, 0]) for label, x in values.items()}
+    taxes = {m.label: difference(values[m.label][:, 1], truncated) for m in methods if m.label in values}
+    return Comparison(controls[better], bar.mean(), gains, taxes)
 
 
-def difference(a: Sequence[float], b: Sequence[float], documents: int) -> np.ndarray:
-    """a - b of each document, over the rounds that both have. [at most documents]"""
-    both = min(len(a), len(b))
-    x = np.array(a[:both]) - np.array(b[:both])
-    return np.array([x[d::documents].mean() for d in range(min(documents, both))])
-
-
-# ---- recall ----
-
-
-def recall(evaluation: Evaluation, methods: Sequence[Method], until: float, bar: tqdm) -> Arrays:
+def recall(evaluation: Evaluation, methods: Sequence[Method], until: float) -> Arrays:
     """Label -> the percentage of answer tokens that are right in each text, at distances above the trained context.
 
     evaluation: of task=copying. Empty if it has no such distance.
     """
-    ctx, longest = evaluation.ctx, evaluation.run.context.longest_trained_ctx
-    far = [p for p in evaluation.task.pieces(ctx) if p.distance is not None and p.distance > longest]
+    L, pieces = evaluation.run.context.longest_trained_ctx, evaluation.task.pieces(evaluation.ctx)
+    far = [p for p in pieces if p.distance is not None and p.distance > L]
 
-    def share(i: int, method: Method) -> list[float]:
+    def share(i: int, change: ContextChange) -> list[float]:
         texts = [Piece(p.tokens[i : i + 1], p.targets[i : i + 1], p.scored) for p in far]
-        hits = [evaluation.measure(text, evaluation.change(method, ctx))[..., 1].mean() for text in texts]
-        return [100 * float(np.mean(hits))]
+        return [100 * float(np.mean([evaluation.measure(x, change)[..., 1] for x in texts]))]
 
-    work = {m.label: functools.partial(share, method=m) for m in (WINDOW, *methods)} if far else {}
-    values = rounds(len(evaluation.task.names) if far else 0, work, until, bar, needed=2)
-    both = min((len(x) for x in values.values() if x), default=0)
-    return {label: np.array(x[:both])[:, 0] for label, x in values.items() if x}
+    work = {m.label: functools.partial(share, change=evaluation.change(m, evaluation.ctx)) for m in (WINDOW, *methods)}
+    values = rounds(len(evaluation.task.names) if far else 0, work, until, 2, lambda values: set())
+    return {label: np.array(x)[:, 0] for label, x in values.items() if x}
 
 
 # ---- the choice ----
@@ -208,46 +164,38 @@ def text(x: np.ndarray, form: str = "+.3f") -> str:
     return interval_text(x.mean(), *interval(x), form) if len(x) > 1 else f"{x.mean():{form}} (one window)"
 
 
-def choose(gains: Arrays, taxes: Arrays) -> tuple[str | None, list[str]]:
-    """(the method to use, or None if none is better than the control; all that cannot be told apart from the best).
+def choose(gains: Arrays, taxes: Arrays) -> list[str]:
+    """The methods that are better than the control and that cannot be told apart from the best; the least tax first.
 
-    Of those the one with the smallest tax is used. gains: over the better control at ctx; taxes: at L.
+    gains: over the better control at ctx; taxes: at L.
     """
-    better = [m for m in taxes if interval(gains[m])[0] > 0]
-    if not better:
-        return None, []
-    best = max(better, key=lambda m: gains[m].mean())
-    common = {m: min(len(gains[m]), len(gains[best])) for m in better}
-    alike = [m for m, k in common.items() if interval(gains[best][:k] - gains[m][:k])[0] <= 0]
-    return min(alike, key=lambda m: taxes[m].mean()), alike
+    better = sorted((m for m in taxes if interval(gains[m])[0] > 0), key=lambda m: -gains[m].mean())
+    alike = [m for m in better if m == better[0] or interval(gains[better[0]] - gains[m])[0] <= 0]
+    return sorted(alike, key=lambda m: taxes[m].mean())
 
 
-def sentences(found: Comparison, factors: Mapping[str, str]) -> list[str]:
-    """The choice in words. factors: method -> ` with factor 2`, or nothing."""
-    (chosen, alike), gains = choose(found.gains, found.taxes), found.gains
-    first, *rest = sorted(found.taxes, key=lambda m: -gains[m].mean())
-    if chosen:
-        better = f"at {found.ctx} it is {text(gains[chosen])} nats/token better than {found.control}"
-        lines = [f"Use {chosen}{factors[chosen]}: {better}; it costs {text(found.taxes[chosen])} at {found.L}."]
-        if others := [m for m in alike if m != chosen]:
-            lines.append(f"Of {' and '.join([chosen, *others])}, which these texts do not tell apart, it costs least.")
-        elif rest:
-            lines.append(f"The next best is {rest[0]} with {text(gains[rest[0]])}.")
-        return lines
+def sentences(found: Comparison, factor: float, ctx: int, L: int) -> list[str]:
+    """The choice in words."""
+    control, _, gains, taxes = found
+    if alike := choose(gains, taxes):
+        chosen, *others = alike
+        better = f"at {ctx} it is {text(gains[chosen])} nats/token better than {control}"
+        lines = [f"Use {chosen} with factor {factor:g}: {better}; it costs {text(taxes[chosen])} at {L}."]
+        return lines + [f"These texts do not tell it apart from {' or '.join(others)}, but it costs least."] * bool(
+            others
+        )
+    first = max(taxes, key=lambda m: gains[m].mean())
+    lines = [f"Nothing beats {control} on these texts: keep {L} tokens ({first} {text(gains[first])})."]
     high = interval(gains[first])[1]
-    lines = [f"Nothing beats {found.control} on these texts: keep {found.L} tokens ({first} {text(gains[first])})."]
-    if high > SMALL:
-        needed = math.ceil(len(gains[first]) * ((high - gains[first].mean()) / SMALL) ** 2)
-        lines.append(f"Not settled: it may gain up to {high:.3f}; to see a gain of {SMALL}, score {needed} documents.")
-    return lines
+    return lines + [f"Not settled: more minutes may show a gain of up to {high:.3f}."] * (high > 0)
 
 
-def recall_sentence(hits: Arrays, least: int) -> tuple[str | None, str]:
-    """(the method that copies more than the window control, or None; a sentence). hits: of `recall`."""
-    gains = {m: x - hits[WINDOW.label] for m, x in hits.items() if m != WINDOW.label}
+def recall_sentence(hits: Arrays, L: int) -> tuple[list[str], str]:
+    """(the method that copies more than the window control, if one does; a sentence). hits: of `recall`."""
+    gains = {m: x - hits[WINDOW.label][: len(x)] for m, x in hits.items() if m != WINDOW.label}
     best = max(gains, key=lambda m: gains[m].mean())
     shares = ", ".join(f"{m} {x.mean():.0f} %" for m, x in hits.items())
-    line = f"Copying from more than {least} tokens back, tokens right: {shares} ({best} {text(gains[best], '+.0f')})"
+    line = f"Copying from more than {L} tokens back, tokens right: {shares} ({best} {text(gains[best], '+.0f')})"
     if interval(gains[best])[0] > 0:
-        return best, f"{line}: use {best} if far passages must be found."
-    return None, f"{line}: that does not decide either."
+        return [best], f"{line}: use {best} if far passages must be found."
+    return [], f"{line}: that does not decide either."
