@@ -13,12 +13,13 @@ import pytest
 
 import compare
 import eval as evaluation
+import recommend
 import sample
 import train
 from conf import cli
 from conf.errors import UserError
 from conf.registry import build_from_knobs, choices, describe, load_kind, yaml_name, yaml_values
-from conf.schema import EvalConfig, SampleConfig, TrainConfig, from_dict
+from conf.schema import SCHEMAS, from_dict
 from engine.run import default_ctx, newest_run
 from model import gpt
 from tests.helpers import (
@@ -35,6 +36,7 @@ from tests.helpers import (
 )
 
 MAINS: dict[str, Callable[[], None]] = {"train": train.main, "eval": evaluation.main, "sample": sample.main}
+MAINS |= {"recommend": recommend.main}
 CALLS = {"train": train.train, "eval": evaluation.evaluate, "sample": sample.sample}
 
 
@@ -47,7 +49,7 @@ def one_run(tmp_path_factory, cache) -> Path:
 # ---- help ----
 
 
-@pytest.mark.parametrize("config, schema", [("train", TrainConfig), ("eval", EvalConfig), ("sample", SampleConfig)])
+@pytest.mark.parametrize("config, schema", [(name, SCHEMAS[name]) for name in MAINS])
 def test_help_lists_every_setting_and_the_choices_of_each_group(config, schema, monkeypatch):
     code, text, _ = run_command(MAINS[config], ["--help"], monkeypatch)
     for f in (f for f in fields(schema) if f.metadata):
@@ -299,7 +301,7 @@ def test_runs_of_smoke_size_are_the_last_choice(here):
 # ---- README.md and docs/*.md ----
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUN_HERE = ("train.py", "eval.py", "compare.py", "sample.py", "export.py")
+RUN_HERE = ("train.py", "eval.py", "compare.py", "sample.py", "export.py", "recommend.py")
 RUN_HERE += ("-m studies.spectrum", "-m studies.decay")  # the other studies have tests of their own
 
 
