@@ -67,7 +67,8 @@ def recommend(cfg: RecommendConfig) -> None:
         name: {m: recommendation.text(x) for m, x in of.items()} for name, of in (("gain", gains), ("tax", found.taxes))
     }
     print_table({m: {name: cells.get(m, "") for name, cells in shown.items()} for m in gains})
-    lines = recommendation.sentences(found, ctx / run.context.train_ctx, ctx, L)
+    factors = {m: run.change(x.scalings, ctx, ctx).factor for m, x in methods.items()}
+    lines = recommendation.sentences(found, factors, ctx, L)
     if hits:
         chosen, line = recommendation.recall_sentence(hits, L)
         lines.append(line)

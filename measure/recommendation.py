@@ -174,13 +174,14 @@ def choose(gains: Arrays, taxes: Arrays) -> list[str]:
     return sorted(alike, key=lambda m: taxes[m].mean())
 
 
-def sentences(found: Comparison, factor: float, ctx: int, L: int) -> list[str]:
-    """The choice in words."""
+def sentences(found: Comparison, factors: Mapping[str, float], ctx: int, L: int) -> list[str]:
+    """The choice in words. factors: label -> s; 1 of a method that has none."""
     control, _, gains, taxes = found
     if alike := choose(gains, taxes):
         chosen, *others = alike
         better = f"at {ctx} it is {text(gains[chosen])} nats/token better than {control}"
-        lines = [f"Use {chosen} with factor {factor:g}: {better}; it costs {text(taxes[chosen])} at {L}."]
+        factor = f" with factor {factors[chosen]:g}" * (factors[chosen] > 1)
+        lines = [f"Use {chosen}{factor}: {better}; it costs {text(taxes[chosen])} at {L}."]
         return lines + [f"These texts do not tell it apart from {' or '.join(others)}, but it costs least."] * bool(
             others
         )

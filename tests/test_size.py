@@ -11,18 +11,18 @@ from tests.source import ROOT, circle, code_lines, edges, functions, imports_of,
 
 # Limits, and where they are above the aim, the aim: a limit rises only with what a new feature needs
 BUDGETS = {
-    "commands": 464,
-    "conf": 527,
+    "commands": 531,
+    "conf": 533,
     "data": 550,
     "engine": 785,
     "kernels": 340,
     "model": 1414,
-    "measure": 1300,
-    "hf": 1220,
+    "measure": 1434,
+    "hf": 1267,
     "studies": 1535,
     "bench": 455,
-    "product": 8585,
-    "tests": 8074,
+    "product": 8840,
+    "tests": 8266,
 }
 AIMS = BUDGETS | {
     **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100, "studies": 1500},
