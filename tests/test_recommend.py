@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import recommend
 from engine.run import Run
@@ -14,7 +15,7 @@ from hf.deploy import deployment, scaled_keys
 from hf.families import read_settings
 from hf.open import read_checkpoint
 from measure import recommendation
-from measure.evaluation import NONE, Method
+from measure.evaluation import NONE
 from measure.recommendation import Comparison, choose, recall_sentence, sentences
 from model import gpt
 from tests.helpers import (
@@ -104,18 +105,25 @@ def test_ctrl_c_before_two_rounds_ends_the_command(monkeypatch):
 # ---- what is measured ----
 
 
-def test_all_lengths_score_the_same_targets_and_the_window_costs(tmp_path):
+class Ends(StubModel):
+    """Asserts that the input ends where its targets do."""
+
+    def losses(self, tokens, targets, change):
+        assert torch.equal(tokens[:, 1 - targets.shape[1] :], targets[:, :-1])
+        return super().losses(tokens, targets, change)
+
+
+def test_all_lengths_score_the_same_targets_and_the_factor_is_fixed(tmp_path):
     """A model that loses 1 nat with fewer than 120 tokens, and 2 with a window."""
     texts = held_out([np.random.default_rng(d).integers(9, size=3000 + d) for d in range(4)])
-    model = StubModel(needs=120, window_costs=2.0)
     task = ["task.scored_tokens=8", "task.windows=4"]
-    evaluation = stub_evaluation(model, texts, tmp_path, "ctx=[64,128]", *task)
-    method = Method("YaRN", [{"kind": "yarn", "factor": "fixed"}])
-    found = recommendation.compare(evaluation, [method], time.monotonic() + 60)
-    assert found.control == "truncation to 64"
-    assert found.gains["YaRN"] == pytest.approx(np.ones(4)) and found.gains["none"] == pytest.approx(np.ones(4))
-    assert found.gains["a window of 64"] == pytest.approx(-2 * np.ones(4)) and found.taxes["YaRN"] == pytest.approx(0)
-    assert {*model.seen} == {64, 128}
+    evaluation = stub_evaluation(Ends(needs=120, window_costs=2.0), texts, tmp_path, "ctx=[64,128]", *task)
+    yarn = recommendation.candidates(evaluation.run, 128, NONE)[0]
+    assert [evaluation.change(yarn, n).factor for n in (8, 64, 128)] == [2, 2, 2]
+    found = recommendation.compare(evaluation, [yarn], time.monotonic() + 60)
+    assert found.control == "truncation to 64" and found.taxes["YaRN"] == pytest.approx(0)
+    gains = {label: x.mean() for label, x in found.gains.items()}
+    assert gains == pytest.approx({"truncation to 64": 0, "a window of 64": -2, "YaRN": 1, "none": 1})
 
 
 # ---- the setting ----
