@@ -84,7 +84,8 @@ def rounds(count: int, work: Work, until: float, needed: int, hopeless: Callable
                         bar.set_postfix_str(f"window {i + 1}, {label}", refresh=False)
                         values[label].append(measure(i))
                         check(bool(np.isfinite(values[label][i]).all()), label, values[label][i], "finite losses")
-                        bar.update(min(time.monotonic() - start, seconds) - bar.n)
+                        bar.total = max(seconds, time.monotonic() - start)  # two rounds may take longer
+                        bar.update(time.monotonic() - start - bar.n)
                 if i and 2 * time.monotonic() - began > until:
                     break
     except KeyboardInterrupt:

@@ -326,8 +326,8 @@ def at_smoke_size(line: str) -> tuple[str, list[str]]:
     elif module == "eval":
         args = [re.sub(r"-(seed\d)", r"-smoke-\1-steps3", a) for a in args] + ["documents=3"]
         args += [] if any(a.startswith("ctx=") for a in args) else ["ctx=128"]
-    elif module == "sample":
-        args = [re.sub(r"^tokens=.*", "tokens=4", a) for a in args]
+    elif module in ("sample", "recommend"):
+        args = [re.sub(r"^minutes=.*", "minutes=0.02", re.sub(r"^tokens=.*", "tokens=4", a)) for a in args]
     elif module.startswith("studies."):
         args += ["--out", module.removeprefix("studies.")]
     return module, args
