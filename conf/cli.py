@@ -1,4 +1,4 @@
-"""The command lines: Hydra's own for train.py, eval.py and sample.py, and user errors in one line for all commands."""
+"""The command lines: Hydra's own for the commands with settings, and user errors in one line for all commands."""
 
 import functools
 import hashlib
@@ -34,8 +34,8 @@ warnings.filterwarnings("ignore", "The version_base parameter is deprecated")  #
 def command(config: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
     """Decorate a function of checked settings: the result is the main function of CONFIG.py, as hydra.main makes it.
 
-    config: train, eval or sample. A UserError becomes one line, and the exit code is 1; in a sweep (-m) the jobs after
-    it still run. Other exceptions are left to Hydra.
+    config: train, eval, recommend or sample. A UserError becomes one line, and the exit code is 1; in a sweep (-m) the
+    jobs after it still run. Other exceptions are left to Hydra.
     """
 
     def decorate(main: Callable[[Any], None]) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Every setting of train.py, eval.py and sample.py: its type, default, meaning and range, once.
+"""Every setting of train.py, eval.py, recommend.py and sample.py: its type, default, meaning and range, once.
 
 `from_hydra` turns Hydra's configuration into these dataclasses. The knobs of an encoding, a scaling method, a corpus or
 a task are typed by the signature of its function: conf/registry.py.
@@ -259,20 +259,33 @@ class TrainedRunConfig(CommonConfig):
 
 
 @dataclass
-class EvalConfig(TrainedRunConfig):
-    """The settings of eval.py."""
+class MeasureConfig(TrainedRunConfig):
+    """The settings that eval.py and recommend.py have in common: a run of ours or a model from elsewhere, and texts."""
 
     run: str | None = setting(None, "runs/NAME, hf:FOLDER, gguf:FILE or pretrained:smollm2; null: the newest that fits")
-    task: dict[str, Any] = setting({}, "what is scored at a length n", CHOSEN)
     data: dict[str, Any] = setting({}, "of a model from elsewhere: the corpus that is scored; null: sympy")
+    documents: int = setting(32, "at most so many, or texts for each distance of an answer", at_least(1))
+    train_ctx: int | None = setting(None, "of a model from elsewhere: L, if not in its config.json", at_least(1))
+    ignore_keys: list[str] = setting([], IGNORED, KEYS)
+
+    def validate(self) -> None:
+        """Also for settings of a model from elsewhere where the model is a run of ours, which has its own."""
+        super().validate()
+        for name, value in (("data", self.data.get("kind")), ("train_ctx", self.train_ctx)):
+            check(value is None or ":" in (self.run or ""), name, value, FOREIGN_ONLY)
+        check(not self.ignore_keys or ":" in (self.run or ""), "ignore_keys", self.ignore_keys, FOREIGN_ONLY)
+
+
+@dataclass
+class EvalConfig(MeasureConfig):
+    """The settings of eval.py."""
+
+    task: dict[str, Any] = setting({}, "what is scored at a length n", CHOSEN)
     ctx: Any = setting(None, "at 64, 128, ... ctx tokens; [512,1024]: at these and L; null: follows from L", LENGTHS)
     multiples: list[float] = setting([], "further lengths as multiples of L, where ctx is no list: [1.125,1.25,1.5]")
-    documents: int = setting(32, "at most so many, or texts for each distance of an answer", at_least(1))
     by_position: bool = setting(False, "print the loss by position in the document, too")
     by_antecedent: bool = setting(False, "print the gain by the distance to where a target's last tokens occurred, too")
     key_tokens: str | None = setting(None, "RUN of a longer context: print the gain where RUN needs that context, too")
-    train_ctx: int | None = setting(None, "of a model from elsewhere: L, if not in its config.json", at_least(1))
-    ignore_keys: list[str] = setting([], IGNORED, KEYS)
     fresh: bool = setting(False, "measure curves again that have been measured before")
     project: str = setting("ropewalk", "in wandb")
 
@@ -282,13 +295,17 @@ class EvalConfig(TrainedRunConfig):
         return max(self.ctx) if isinstance(self.ctx, list) else self.ctx or 0
 
     def validate(self) -> None:
-        """Also for settings of a model from elsewhere where the model is a run of ours, which has its own."""
         super().validate()
         ok = all(0 < m < 2**63 for m in self.multiples)
         check(ok, "multiples", self.multiples, "numbers above 0 such as [1.25,1.5]")
-        for name, value in (("data", self.data.get("kind")), ("train_ctx", self.train_ctx)):
-            check(value is None or ":" in (self.run or ""), name, value, FOREIGN_ONLY)
-        check(not self.ignore_keys or ":" in (self.run or ""), "ignore_keys", self.ignore_keys, FOREIGN_ONLY)
+
+
+@dataclass
+class RecommendConfig(MeasureConfig):
+    """The settings of recommend.py. scaling and plus: a method to be measured beside the usual ones."""
+
+    ctx: int = setting(MISSING, "tokens that the model is to process", SIZE)
+    minutes: float = setting(10.0, "time to use; more settles smaller differences", above(0))
 
 
 @dataclass
@@ -305,7 +322,7 @@ class SampleConfig(TrainedRunConfig):
 
 
 PARTS = {"model": ModelConfig, "optim": OptimConfig}
-SCHEMAS = {"train": TrainConfig, "eval": EvalConfig, "sample": SampleConfig}
+SCHEMAS = {"train": TrainConfig, "eval": EvalConfig, "recommend": RecommendConfig, "sample": SampleConfig}
 for _name, _schema in SCHEMAS.items():
     ConfigStore.instance().store(name=f"{_name}_schema", node=_schema)
 

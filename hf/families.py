@@ -58,7 +58,7 @@ class Family(NamedTuple):
 # ---- the table ----
 
 SIZES = dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), int)
-BASIC = SIZES | {"max_position_embeddings": int, "tie_word_embeddings": False, "rms_norm_eps": 1e-5}
+BASIC = SIZES | {"max_position_embeddings": int | None, "tie_word_embeddings": False, "rms_norm_eps": 1e-5}
 ROPE = {"rope_parameters": {}, "rope_scaling": {}, "original_max_position_embeddings": int | None}
 ROTATING = BASIC | ROPE | {"intermediate_size": int, "hidden_act": "silu", "rope_theta": 10_000.0}
 GQA = {"num_key_value_heads": int | None}
@@ -223,7 +223,7 @@ FAMILIES = {
     ),
     "bloom": Family(
         weights.BLOOM,
-        BASIC | {"max_position_embeddings": int | None, "intermediate_size": int | None, "tie_word_embeddings": True},
+        BASIC | {"intermediate_size": int | None, "tie_word_embeddings": True},
         names=BLOOM_NAMES,
         model={**LAYER, **ALL_BIASES, "mlp": "gelu"},
         positions=PositionRule({"kind": "alibi"}),

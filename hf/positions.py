@@ -75,14 +75,18 @@ def read_positions(c: Config, rule: PositionRule, D: int, ctx: int, train_ctx: i
 
     ctx: the longest length to evaluate. train_ctx: L, where the config does not contain it.
     """
+    key, stated = "max_position_embeddings", c.settings["max_position_embeddings"]
+    longest = known_ctx(stated, train_ctx, f"{c.path}: does not contain the context it was trained at")
+    c.settings[key] = longest
     if rule.pos["kind"] == "rope":
-        return read_rotation(c, rule, D, train_ctx)
-    key, longest = "max_position_embeddings", c.settings["max_position_embeddings"]
+        found = read_rotation(c, rule, D, train_ctx)
+        # transformers computes a scaling from its default in place of an absent key
+        c.check(stated or found.scaling == NONE, key, stated, "must be there with a scaling")
+        return found
     knobs = {**rule.pos, "max_positions": longest} if rule.pos["kind"] == "learned" else dict(rule.pos)
     if "max_positions" in knobs and longest < ctx:
         raise c.refuse(key, longest, f"not supported past itself, and ctx={ctx}: try ctx={longest}")
-    L = known_ctx(longest, train_ctx, f"{c.path}: does not contain the context it was trained at")
-    return PositionSettings(knobs, NONE, L, L)
+    return PositionSettings(knobs, NONE, longest, longest)
 
 
 def read_rotation(c: Config, rule: PositionRule, D: int, train_ctx: int | None) -> PositionSettings:
@@ -251,7 +255,7 @@ def scaling_knobs(parameters: Config, rope_type: str, longest: int, L: int) -> d
 WRITTEN_AS = {"none": "default", "pi": "linear", "yarn": "yarn", "llama3": "llama3", "ntk_by_parts": "llama3"}
 OTHER_BASE = ("ntk", "dynamic_ntk", "dynamic_hf")  # a run keeps the scaling of its trained length: another base
 # Setting -> the values that can be written
-EXPRESSIBLE: dict[str, tuple] = {"attention": ("softmax",), "plus": ([],), "scaling": (*WRITTEN_AS, *OTHER_BASE)}
+EXPRESSIBLE: dict[str, tuple] = {"attention": ("softmax",), "scaling": (*WRITTEN_AS, *OTHER_BASE), "plus": ([],)}
 EXPRESSIBLE |= {"pos.kind": ("rope", "none"), "pos.rotary_fraction": (1.0,), "pos.proportional": (False,)}
 
 
@@ -262,7 +266,7 @@ class Layer(NamedTuple):
     window: int | None
 
 
-def layers_of(cfg: TrainConfig) -> list[Layer]:
+def layers_of(cfg: TrainConfig, expressible: Mapping[str, tuple] = EXPRESSIBLE) -> list[Layer]:
     """The layers of a run. UserError for an encoding or a scaling that no family has."""
     context = gpt.trained_context(cfg, gpt.build_encoding(cfg))
     change = gpt.trained_scaling(cfg, context, cfg.ctx)
@@ -271,7 +275,7 @@ def layers_of(cfg: TrainConfig) -> list[Layer]:
         pos, scaling = layer_type.pos or cfg.pos, cfg.scaling if layer_type.scaled else NONE
         settings = {"attention": cfg.attention, "plus": cfg.plus, "scaling": scaling["kind"]}
         settings |= {f"pos.{key}": value for key, value in pos.items()}
-        for setting, right in EXPRESSIBLE.items():
+        for setting, right in expressible.items():
             value = settings.get(setting, right[0])
             check(value in right, setting, value, f"{', '.join(map(str, right))} to be exported")
         check(layer_type.sinks == 0, f"layers.{letter}.sinks", layer_type.sinks, "0 to be exported")
@@ -285,14 +289,15 @@ def rope_parameters(pos: dict, scaling: dict, change: ContextChange, L: int) -> 
 
     change: the scaling with its factors resolved. L: the pre-trained context, tokens.
     """
-    kind = scaling["kind"]
+    kind, share = scaling["kind"], pos.get("rotary_fraction", 1.0)
+    partial = {"partial_rotary_factor": share} if share != 1 else {}
     if kind in OTHER_BASE:
         assert change.inv_freq is not None
         D = 2 * len(change.inv_freq)
-        return {"rope_theta": pos["base"] * change.factor ** (D / (D - 2)), "rope_type": "default"}
+        return {"rope_theta": pos["base"] * change.factor ** (D / (D - 2)), "rope_type": "default"} | partial
     rope_type = WRITTEN_AS[kind]
     knobs = {**scaling, "factor": change.factor, "attention_factor": change.attention_factor}
-    written = {"rope_theta": float(pos["base"]), "rope_type": rope_type}
+    written = {"rope_theta": float(pos["base"]), "rope_type": rope_type, **partial}
     for name in ROPE_TYPES[rope_type][1]:
         written[name] = knobs[RENAMED.get(kind, {}).get(name, name)]
         if name == "factor" and rope_type != "linear":

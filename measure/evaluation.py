@@ -23,7 +23,7 @@ from torch import Tensor
 
 from conf.errors import UserError, check
 from conf.registry import describe, yaml_values
-from conf.schema import EvalConfig
+from conf.schema import CommonConfig, EvalConfig
 from engine import device as devices, distributed
 from engine.progress import StopSignal, flops_per_token, progress_bar
 from engine.run import Run
@@ -47,7 +47,7 @@ NONE = Method("none", [yaml_values("scaling", "none")])  # what the run was trai
 WINDOW = Method("window", [yaml_values("scaling", "window")])  # the control
 
 
-def requested_method(cfg: EvalConfig) -> Method:
+def requested_method(cfg: CommonConfig) -> Method:
     """The method that scaling= and plus= select, with a label such as `yarn beta_fast=4.0 + logn`."""
     return Method(" + ".join([describe("scaling", cfg.scaling), *cfg.plus]), cfg.scalings)
 

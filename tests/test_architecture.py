@@ -7,7 +7,7 @@ import pytest
 
 from tests.source import circle, edges, imports_of, module_of, python_files, room_of
 
-COMMANDS = {"train", "eval", "sample", "compare", "export"}
+COMMANDS = {"train", "eval", "sample", "compare", "export", "recommend"}
 BELOW_ENGINE = {"model", "data", "kernels", "conf"}
 BELOW_COMMANDS = {"measure", "hf", "engine", *BELOW_ENGINE}
 # What a room may import beside itself; a command does not import another command

@@ -14,18 +14,20 @@ import pytest
 
 import compare
 import eval as evaluation
+import recommend
 import sample
 import train
 from conf import cli
 from conf.errors import UserError
 from conf.registry import build_from_knobs, choices, describe, load_kind, yaml_name, yaml_values
-from conf.schema import EvalConfig, SampleConfig, TrainConfig, from_dict
+from conf.schema import SCHEMAS, from_dict
 from engine.run import default_ctx, newest_run
 from model import gpt
 from tests import helpers
 from tests.helpers import ROOT, command, error_of, eval_settings, line_of, run_command, run_train, train_settings
 
 MAINS: dict[str, Callable[[], None]] = {"train": train.main, "eval": evaluation.main, "sample": sample.main}
+MAINS |= {"recommend": recommend.main}
 CALLS = {"train": train.train, "eval": evaluation.evaluate, "sample": sample.sample}
 
 
@@ -38,7 +40,7 @@ def one_run(tmp_path_factory, cache) -> Path:
 # ---- help ----
 
 
-@pytest.mark.parametrize("config, schema", [("train", TrainConfig), ("eval", EvalConfig), ("sample", SampleConfig)])
+@pytest.mark.parametrize("config, schema", [(name, SCHEMAS[name]) for name in MAINS])
 def test_help_lists_every_setting_and_the_choices_of_each_group(config, schema, monkeypatch):
     code, text, _ = run_command(MAINS[config], ["--help"], monkeypatch)
     for f in (f for f in fields(schema) if f.metadata):
@@ -327,7 +329,7 @@ def test_runs_of_smoke_size_are_the_last_choice(here):
 # ---- README.md and docs/*.md ----
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUN_HERE = ("train.py", "eval.py", "compare.py", "sample.py", "export.py")
+RUN_HERE = ("train.py", "eval.py", "compare.py", "sample.py", "export.py", "recommend.py")
 RUN_HERE += ("-m studies.spectrum", "-m studies.decay")  # the other studies have tests of their own
 
 
@@ -352,8 +354,8 @@ def at_smoke_size(line: str) -> tuple[str, list[str]]:
     elif module == "eval":
         args = [re.sub(r"-(seed\d)", r"-smoke-\1-steps3", a) for a in args] + ["documents=3"]
         args += [] if any(a.startswith("ctx=") for a in args) else ["ctx=128"]
-    elif module == "sample":
-        args = [re.sub(r"^tokens=.*", "tokens=4", a) for a in args]
+    elif module in ("sample", "recommend"):
+        args = [re.sub(r"^minutes=.*", "minutes=0.02", re.sub(r"^tokens=.*", "tokens=4", a)) for a in args]
     elif module.startswith("studies."):
         args += ["--out", module.removeprefix("studies.")]
     return module, args

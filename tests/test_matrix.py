@@ -193,7 +193,7 @@ def test_past_its_minutes_it_stops_and_says_so(here):
 def test_the_readme_quotes_what_the_rows_give():
     """In README.md and docs/*.md: the marked tables line by line, and every interval of three decimals."""
     readme = "".join(page.read_text() for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
-    pages = ("matrix", "claims", "quick", "antecedents", "real", "layers")
+    pages = ("matrix", "claims", "quick", "antecedents", "real", "layers", "recommend")
     made = "".join((ROOT / f"results/{x}.md").read_text() for x in pages)
     blocks = re.findall(r"<!-- (gains|encodings) -->\n(.*?)<!-- end -->", readme, re.DOTALL)
     assert len(blocks) == 2

@@ -16,10 +16,11 @@ import pytest
 from hypothesis import HealthCheck, event, example, given, settings, strategies as st
 
 import eval as evaluation
+import recommend
 import sample
 import train
 from conf.registry import choices, yaml_values
-from conf.schema import EvalConfig, ModelConfig, OptimConfig, SampleConfig, TrainConfig
+from conf.schema import EvalConfig, ModelConfig, OptimConfig, RecommendConfig, SampleConfig, TrainConfig
 from engine import checkpoint
 from measure.curves import read_curve
 from tests.helpers import run_command
@@ -30,6 +31,7 @@ SHORT = ["run=x", "ctx=64", "documents=2", "task.scored_tokens=8", "task.windows
 COMMANDS = {
     "train": (train.main, TrainConfig, ("pos", "scaling", "layers", "model", "optim"), SMALL),
     "eval": (evaluation.main, EvalConfig, ("scaling", "task"), SHORT),
+    "recommend": (recommend.main, RecommendConfig, ("scaling",), ["run=x", "ctx=64", "documents=2", "minutes=0.001"]),
     "sample": (sample.main, SampleConfig, ("scaling",), ["run=x", "tokens=2"]),
 }
 NOT_FINITE = ["nan", ".nan", "inf", "-inf", "1e999"]

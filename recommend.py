@@ -1,0 +1,93 @@
+"""Which scaling, with which factor, for a model at ctx tokens: python recommend.py run=hf:PATH ctx=32768
+
+Measured on held-out documents in about `minutes` (but at least two windows): no scaling, the two controls of eval.py,
+and methods with the factor that would be deployed, ctx / L at all lengths; at ctx, and at L, where such a factor costs
+something. If perplexity decides for no method, the rest of the time goes to copying from more than L tokens back.
+Printed are the answer and what to give to transformers, vLLM and llama.cpp; nothing is written.
+"""
+
+import math
+import textwrap
+import time
+from dataclasses import fields
+
+import torch
+
+from conf.cli import command
+from conf.errors import check
+from conf.registry import yaml_values
+from conf.schema import EvalConfig, MeasureConfig, RecommendConfig
+from engine import device as devices, distributed
+from hf.deploy import deployment
+from hf.open import open_run
+from measure import recommendation
+from measure.evaluation import Evaluation, requested_method
+from measure.report import print_table
+
+PERPLEXITY = 2 / 3  # its share of the time; the rest is for copying, if perplexity decides for no method
+
+
+@command("recommend")
+def main(cfg: RecommendConfig) -> None:
+    recommend(cfg)
+
+
+def recommend(cfg: RecommendConfig) -> None:
+    """Open the model, measure until the time is used, and print the answer."""
+    # ---- the model, its trained context, the methods that apply, the texts ----
+    began, seconds = time.monotonic(), 60 * cfg.minutes
+    device = devices.start(cfg.device, cfg.kernel, many_lengths=True)
+    check(distributed.world() == 1, "processes", distributed.world(), "1: recommend.py does not run under torchrun")
+    settings = EvalConfig(**{f.name: getattr(cfg, f.name) for f in fields(MeasureConfig)}, ctx=1)
+    run = open_run(settings, device)
+    ctx, L = cfg.ctx, run.context.longest_trained_ctx
+    check(ctx > L, "ctx", ctx, f"above {L}, up to which {run.name} was trained: there it needs no scaling")
+    methods = {m.label: m for m in recommendation.candidates(run, ctx, requested_method(cfg))}
+    scored = {"scored_tokens": max(1, min(512, L // 8)), "windows": 16, "far_windows": 16}
+    settings.ctx, settings.task = [L, ctx], yaml_values("task", "matched") | scored
+    texts = Evaluation(run, settings, device)
+    check(len(texts.task.names) > 1, "ctx", ctx, f"less, or with longer texts: only {texts.task.names[0]} is longer")
+    say(run.describe(), *recommendation.about_context(run))
+
+    # ---- measure: perplexity, and in the time left copying ----
+    with torch.inference_mode():
+        found = recommendation.compare(texts, list(methods.values()), began + PERPLEXITY * seconds)
+        chosen, hits = recommendation.choose(found.gains, found.taxes), {}
+        if not chosen and time.monotonic() < began + seconds:
+            settings.ctx, settings.task = [ctx], yaml_values("task", "copying")
+            best = sorted(found.taxes, key=lambda m: -found.gains[m].mean())[:2]
+            copying = Evaluation(run, settings, device)
+            hits = recommendation.recall(copying, [methods[m] for m in best], began + seconds)
+
+    # ---- the answer, and the settings ----
+    say("", f"in nats/token: gain at {ctx} over {found.control}, tax at {L} of the factor")
+    gains = dict(sorted(found.gains.items(), key=lambda item: -item[1].mean()))
+    shown = {"perplexity": {m: f"{math.exp(min(found.loss - x.mean(), 700)):.2f}" for m, x in gains.items()}}
+    shown |= {
+        name: {m: recommendation.text(x) for m, x in of.items()} for name, of in (("gain", gains), ("tax", found.taxes))
+    }
+    print_table({m: {name: cells.get(m, "") for name, cells in shown.items()} for m in gains})
+    factors = {m: run.change(x.scalings, ctx, ctx).factor for m, x in methods.items()}
+    lines = recommendation.sentences(found, factors, ctx, L)
+    if hits:
+        chosen, line = recommendation.recall_sentence(hits, L)
+        lines.append(line)
+    elif not chosen:
+        lines.append("Copying from further than L back was not tried: no time was left, or ctx is too close to L.")
+    if found.loss > 0.85 * texts.task.guess:
+        lines.append(f"Doubtful: {found.loss:.2f} nats/token is hardly better than guessing, {texts.task.guess:.2f}.")
+    missing = ", ".join(m for m in methods if m not in found.taxes)
+    say(f"{len(gains[found.control])} documents" + f"; no time for {missing}" * bool(missing), "", *lines)
+    kept = {"vLLM": f"--max-model-len {L}", "llama.cpp": f"-c {L}"}
+    for software, setting in (deployment(run, settings, methods[chosen[0]].scalings, ctx) if chosen else kept).items():
+        say("", f"{software}:", f"  {setting}")
+
+
+def say(*lines: str) -> None:
+    """Print lines, wrapped to 80 columns between words."""
+    for line in "\n".join(lines).split("\n"):
+        print(textwrap.fill(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+
+
+if __name__ == "__main__":
+    main()

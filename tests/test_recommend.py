@@ -1,0 +1,249 @@
+"""Which scaling to deploy: the choice, the time budget, what is measured, the setting for other software."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import recommend
+from engine.run import Run
+from hf.checkpoint import open_folder
+from hf.deploy import deployment, scaled_keys
+from hf.families import read_settings
+from hf.open import read_checkpoint
+from measure import recommendation
+from measure.evaluation import NONE
+from measure.recommendation import Comparison, choose, recall_sentence, sentences
+from model import gpt
+from tests.helpers import (
+    StubModel,
+    error_of,
+    eval_settings,
+    held_out,
+    line_of,
+    run_command,
+    stub_evaluation,
+    train_smoke_runs,
+    write_documents,
+)
+
+# ---- the choice ----
+
+NOISE = 0.01 * np.array([-1.0, 1.0, -1.0, 1.0, 0.0])
+TAXES = {m: np.full(5, tax) for m, tax in {"YaRN": 0.02, "NTK": 0.01, "PI": 0.3}.items()}
+
+
+@pytest.mark.parametrize(
+    "gains, chosen, words",
+    [
+        ({"YaRN": 0.10 + NOISE, "NTK": 0.02 + NOISE[::-1], "PI": -1 + NOISE}, ["YaRN"], "Use YaRN with factor 4: "),
+        ({"YaRN": 0.10 + NOISE, "NTK": 0.099 - NOISE, "PI": 0.01 * NOISE}, ["NTK", "YaRN"], "apart from YaRN"),
+        ({"YaRN": 0.005 + NOISE, "NTK": NOISE, "PI": -1 + NOISE}, [], "Not settled: "),
+        ({"YaRN": -0.1 + NOISE, "NTK": -0.2 + NOISE, "PI": np.array([5.0])}, [], "keep 64 tokens (PI +5.000 (one"),
+    ],
+)
+def test_the_choice_is_the_best_beyond_its_interval_and_of_equals_the_cheapest(gains, chosen, words):
+    assert choose(gains, TAXES) == chosen
+    found = Comparison("truncation to 64", 2.0, gains, TAXES)
+    assert words in " ".join(sentences(found, dict.fromkeys(TAXES, 4.0), 256, 64))
+
+
+def test_recall_decides_only_beyond_its_interval():
+    window = np.array([10.0, 20.0, 15.0])
+    steadily, by_chance = window + np.array([60, 61, 59]), window + np.array([-60, 90, 10])
+    assert recall_sentence({"window": window, "YaRN": steadily, "NTK": window}, 64)[0] == ["YaRN"]
+    assert recall_sentence({"window": window, "YaRN": by_chance}, 64)[0] == []
+
+
+# ---- the budget ----
+
+
+def measured(monkeypatch, seconds: float, until: float, needed: int = 1, count: int = 10, stop_at: int = 10**9) -> str:
+    """The first letters of what is measured in rounds of three, of which `b` is hopeless: `abc ac ac`."""
+    now, done = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def measure(i: int, label: str) -> list[float]:
+        now[0] += seconds
+        done.append(label)
+        if len(done) == stop_at:
+            raise KeyboardInterrupt
+        return [9.0 if label == "b" else 0.1]
+
+    def hopeless(values):
+        return {label for label, x in values.items() if x and x[0][0] > 1}
+
+    work = {label: lambda i, label=label: measure(i, label) for label in "abc"}
+    values = recommendation.rounds(count, work, until, needed, hopeless)
+    return " ".join(f"{label}{len(x)}" for label, x in values.items())
+
+
+@pytest.mark.parametrize(
+    "settings, found",
+    [
+        ({"until": 1000}, "a10 b1 c10"),  # b is hopeless in its first window
+        ({"until": 1000, "count": 3}, "a3 b1 c3"),
+        ({"until": 15}, "a7 b1 c7"),  # 3 seconds of the first round, then 2 of each
+        ({"until": 0.1}, "a2 b0 c0"),  # at least two rounds, of what is needed
+        ({"until": 0.1, "needed": 3}, "a2 b1 c2"),
+        ({"until": 3.5}, "a2 b1 c0"),  # half of the time was over before c
+        ({"until": 1000, "stop_at": 9}, "a3 b1 c3"),  # in the fourth round: the complete ones count
+    ],
+)
+def test_rounds_end_with_the_time_and_with_ctrl_c(settings, found, monkeypatch):
+    assert measured(monkeypatch, 1, **settings) == found
+
+
+def test_ctrl_c_before_two_rounds_ends_the_command(monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        measured(monkeypatch, 1, 1000, stop_at=4)
+
+
+# ---- what is measured ----
+
+
+class Ends(StubModel):
+    """Asserts that the input ends where its targets do."""
+
+    def losses(self, tokens, targets, change):
+        assert torch.equal(tokens[:, 1 - targets.shape[1] :], targets[:, :-1])
+        return super().losses(tokens, targets, change)
+
+
+def test_all_lengths_score_the_same_targets_and_the_factor_is_fixed(tmp_path):
+    """A model that loses 1 nat with fewer than 120 tokens, and 2 with a window."""
+    texts = held_out([np.random.default_rng(d).integers(9, size=3000 + d) for d in range(4)])
+    task = ["task.scored_tokens=8", "task.windows=4"]
+    evaluation = stub_evaluation(Ends(needs=120, window_costs=2.0), texts, tmp_path, "ctx=[64,128]", *task)
+    yarn = recommendation.candidates(evaluation.run, 128, NONE)[0]
+    assert [evaluation.change(yarn, n).factor for n in (8, 64, 128)] == [2, 2, 2]
+    found = recommendation.compare(evaluation, [yarn], time.monotonic() + 60)
+    assert found.control == "truncation to 64" and found.taxes["YaRN"] == pytest.approx(0)
+    gains = {label: x.mean() for label, x in found.gains.items()}
+    assert gains == pytest.approx({"truncation to 64": 0, "a window of 64": -2, "YaRN": 1, "none": 1})
+
+
+# ---- the setting ----
+
+reference = pytest.mark.reference
+
+
+def opened(folder: Path) -> tuple[Run, gpt.GPT]:
+    settings, weights, vocab_size = read_checkpoint(open_folder(folder), 1, None)
+    model = gpt.from_weights(settings, vocab_size, weights).double().eval()
+    context = gpt.trained_context(settings, model.pos)
+    return Run("x", "", folder, settings, model, held_out([[1]]), context, 0, "0", scaling_follows_length=True), model
+
+
+@reference
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3_text", "smollm3", "gemma3, tied"])
+def test_the_given_setting_computes_what_was_measured(family, tmp_path):
+    """transformers, with config.json as it is printed, has the logits of the deployed method, below, at and above L."""
+    from tests import hf_models as hf
+
+    hf.save_random(family, {}, tmp_path)
+    run, model = opened(tmp_path)
+    path, L, ctx = tmp_path / "config.json", run.context.train_ctx, 3 * run.context.train_ctx
+    before = json.loads(path.read_text())
+    methods = [m for m in recommendation.candidates(run, ctx, NONE) if len(m.scalings) == 1]
+    assert len(methods) == 4
+    for method in methods:
+        config = open_folder(tmp_path).config
+        read_settings(config, 1, None)
+        keys = scaled_keys(run, config, method.scalings, ctx)
+        if "text_config" in keys:
+            keys = {"text_config": before["text_config"] | keys["text_config"]}
+        path.write_text(json.dumps(before | keys))
+        for n in (8, L, ctx):
+            change = run.change(method.scalings, n, ctx)
+            error, _ = hf.difference(
+                lambda tokens, change=change: model(tokens, change=change).detach(), hf.load(tmp_path), n
+            )
+            assert error < 1e-4, (method.label, n)
+        path.write_text(json.dumps(before))
+
+
+@reference
+def test_a_family_that_would_scale_other_layers_is_given_no_setting(tmp_path):
+    from tests import hf_models as hf
+
+    hf.save_random("qwen2, window", {}, tmp_path)
+    run, _ = opened(tmp_path)
+    cfg = eval_settings(f"run='hf:{tmp_path}'")
+    scalings = recommendation.candidates(run, 96, NONE)[0].scalings
+    (told,) = deployment(run, cfg, scalings, 96).values()
+    assert "qwen2 scales other layers" in told
+    (told,) = deployment(run, cfg, [{"kind": "rerope"}], 96).values()
+    assert "scaling=rerope" in told
+
+
+@reference
+def test_the_flags_of_vllm_and_llama_cpp(tmp_path):
+    from tests import hf_models as hf
+
+    hf.save_random("llama", {}, tmp_path)
+    run, _ = opened(tmp_path)
+    cfg = eval_settings(f"run='hf:{tmp_path}'")
+    of = {m.label: deployment(run, cfg, m.scalings, 96) for m in recommendation.candidates(run, 96, NONE)}
+    assert of["YaRN"]["llama.cpp"] == "--rope-scaling yarn --rope-scale 3 --yarn-orig-ctx 32 -c 96"
+    assert of["PI"]["llama.cpp"] == "--rope-scaling linear --rope-scale 3 -c 96"
+    base = float(of["NTK"]["llama.cpp"].split()[1])
+    assert base == pytest.approx(10_000 * 3 ** (8 / 6)) and "no flag" in of["Llama 3's ramp"]["llama.cpp"]
+    vllm, _, overrides = of["YaRN"]["vLLM"].partition(" --hf-overrides ")
+    assert vllm == "--max-model-len 96" and json.loads(overrides.strip("'"))["rope_parameters"]["rope_type"] == "yarn"
+
+
+# ---- the command ----
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, cache) -> Path:
+    folder = tmp_path_factory.mktemp("recommend")
+    return train_smoke_runs(folder, cache, ("steps=1", "name=x"), ("steps=1", "name=a", "pos=alibi"))
+
+
+def test_a_run_of_ours_is_answered_in_80_columns_and_nothing_is_written(runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    before = sorted(runs.rglob("*"))
+    argv = ["run=x", "ctx=256", "minutes=0.02", "documents=3", "scaling=dual_chunk"]
+    code, out, _ = run_command(recommend.main, argv, monkeypatch)
+    assert code == 0 and max(map(len, out.splitlines())) <= 80 and sorted(runs.rglob("*")) == before
+    assert all(word in out for word in ("L = 64", "truncation to 64", "dual_chunk", "hardly better than guessing"))
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["run=x", "ctx=64"], "ctx=64: must be above 64"),
+        (["run=a", "ctx=128"], "only window and truncation apply"),
+        (["run=x", "ctx=9000000"], "ctx=9000000: the longest held-out document of this corpus allows "),
+        (["run=x"], "ctx=???: must be "),
+        (["run=x", "ctx=128", "minutes=0"], "minutes=0.0: must be above 0"),
+        (["run=x", "ctx=128", "data=text"], "data=text: must be left out"),
+    ],
+)
+def test_a_mistake_is_one_line(argv, words, runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    assert words in error_of(recommend.main, argv, monkeypatch)
+
+
+@reference
+def test_a_checkpoint_without_its_context_needs_train_ctx(tmp_path, monkeypatch):
+    """With it the answer has L, with the user's own texts; with a scaling in the file it stays refused."""
+    from tests import hf_models as hf
+
+    monkeypatch.chdir(tmp_path)
+    hf.save_complete("llama")
+    write_documents(tmp_path)
+    config = json.loads(Path("model/config.json").read_text())
+    del config["max_position_embeddings"]
+    Path("model/config.json").write_text(json.dumps(config))
+    argv = ["run=hf:model", "ctx=128", "minutes=0.02", "data=text", "data.files='docs/*.txt'"]
+    assert "train_ctx=" in error_of(recommend.main, argv, monkeypatch)
+    code, out, err = run_command(recommend.main, [*argv, "train_ctx=64"], monkeypatch)
+    assert code == 0 and "L = 64" in out, err
+    hf.edit(Path("model"), rope_parameters={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64})
+    assert "must be there with a scaling" in line_of(read_checkpoint, open_folder(Path("model")), 1, 64)
