@@ -18,7 +18,7 @@ from measure.curves import Curve
 from measure.report import Losses
 from model.scaling import TrainedContext
 from model.spectrum import frequencies
-from studies import decay, figures, spectrum
+from studies import choosing, decay, figures, spectrum
 from studies.rows import MATRIX, Rows, read_sources
 from tests.helpers import A_ROW, curve_of, layer_study_rows
 
@@ -65,6 +65,7 @@ def all_figures(rows) -> dict[str, Any]:
         "layers and encodings": figures.layers(layer_study_rows()),
         "spectrum": drawn(spectrum.draw, by_method, 256, "title", Path("x.png")),
         "decay": drawn(decay.draw, by_base, by_scaling, Path("x.png")),
+        "choosing": choosing.draw(),
         "compare": drawn(Losses().draw, methods_of_one_run(), Path("x.png"), "title"),
         "one evaluation": drawn(Losses().draw, methods_of_one_run()[:3], Path("x.png"), "title"),
         "three contexts": drawn(Losses().draw, runs_of_three_contexts(), Path("x.png"), "$\\frac{$"),
