@@ -118,7 +118,8 @@ def test_eval_scores_the_held_out_text_as_transformers_does(kind, folder, here, 
     settings = ("ctx=128", "task.scored_tokens=16", "task.windows=1", "documents=3", "scaling=pi", "dtype=float32")
     run_eval(f"run=hf:{folder}", *TEXT, *settings)
     out = capsys.readouterr().out
-    assert f"run: hf-model ({folder}, whose config says scaling=dynamic_hf hf_factor=3.0)" in out
+    described = f"run: hf-model ({folder}, whose config says scaling=dynamic_hf hf_factor=3.0)"
+    assert described in " ".join(out.split())
     files = {f.name.split("-")[0]: f for f in (here / "runs/hf-model/eval").glob("*.jsonl")}
     assert files.keys() == {"none", "window", "pi"} and (here / "runs/hf-model/eval/ctx128.png").exists()
     rows = [json.loads(line) for line in files["none"].read_text().splitlines()]

@@ -144,7 +144,7 @@ def test_a_finished_run_is_kept_unless_it_shall_start_over(here, capsys):
     run_train("steps=2", "name=x")
     before = Path("runs/x/ckpt.pt").read_bytes()
     error = line_of(run_train, "steps=2", "name=x", "optim.lr=0.5", "pos.base=7.0")
-    assert "optim.lr=0.5 (the run has 0.002), pos.base=7.0 (the run has 10000.0)" in error
+    assert "optim.lr=0.5 (the run has 0.016), pos.base=7.0 (the run has 10000.0)" in error
     run_train("steps=2", "name=x", "save_every=7", "log_every=1", "compile=false")  # run control may differ
     assert "already trained" in capsys.readouterr().out and Path("runs/x/ckpt.pt").read_bytes() == before
     run_train("steps=2", "name=x", "fresh=true", "seed=1")
