@@ -38,6 +38,7 @@ class Run:
     step: int  # optimiser steps done; 0 for a Hugging Face model
     digest: str  # of the weights
     validation: dict[str, float] = field(default_factory=dict)  # loss, ppl and bits_per_byte in the trained window
+    seconds: float = 0.0  # of the training
     notes: tuple[str, ...] = ()  # what a reader of its curves should know, a line each
     scaling_follows_length: bool = False  # a Hugging Face model computes its trained scaling anew at each length
 
@@ -74,7 +75,8 @@ class Run:
         digest = checkpoint.digest(state["model"])
         model.to(device)
         context = gpt.trained_context(cfg, model.pos)
-        return cls(name, reason, folder, cfg, model, corpus, context, state["step"], digest, state["validation"])
+        done = state["step"], digest, state["validation"], state["seconds"]
+        return cls(name, reason, folder, cfg, model, corpus, context, *done)
 
     def trained_scaling(self, n: int) -> ContextChange:
         """The change by the scaling that the run was trained with, when it processes n tokens.

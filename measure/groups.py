@@ -98,7 +98,7 @@ def verdict(a: Rows, b: Rows, ns: Sequence[int], L: int) -> str:
     low, high = estimate(losses(a, ns[0]), losses(b, ns[0])).interval
     rises = ns[1:] if ns[0] <= L and not low <= 0 <= high else []
     found = [estimate(losses(a, n, n in rises), losses(b, n, n in rises)) for n in ns]
-    q = q_values([min(1.0, 2 * min(x.p_above(0), x.p_below(0))) for x in found])
+    q = q_values([x.p for x in found])
     lines, outcomes = {}, defaultdict(list)
     for n, x, q_of_n in zip(ns, found, q, strict=True):
         what = f"rise since {ns[0]}" if n in rises else "loss"

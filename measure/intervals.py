@@ -147,6 +147,11 @@ class Estimate:
         half = float(half_width(self.variance, self.df)) if self.variance else 0.0
         return self.mean - half, self.mean + half
 
+    @property
+    def p(self) -> float:
+        """The two-sided p value against a mean of 0: below 0.05 exactly if the interval excludes 0."""
+        return min(1.0, 2 * min(self.p_above(0), self.p_below(0)))
+
     def p_above(self, margin: float) -> float:
         """The one-sided p value against "the mean is at most the margin": small if it is above."""
         if not self.variance:

@@ -127,6 +127,7 @@ def gather(job: Job, run: Run, size: Size) -> list[StudyRow]:
         (unscaled,) = (row for row in rows if (row.label, row.n) == ("none", size.L // 2))
         rows += shifted(unscaled, run, task)
     about = {"base": run.cfg.pos.get("base"), "in_window": run.validation["bits_per_byte"], "steps": run.cfg.steps}
+    about["tokens_per_second"] = round(run.step * run.cfg.batch_tokens / run.seconds)
     origin = {"threads": torch.get_num_threads(), "commit": commit()}
     origin["command"] = f"python train.py {' '.join(job.train)} name={job.name}"
     return [StudyRow(**asdict(row), part=job.part, **about, **origin, **job.columns) for row in rows]

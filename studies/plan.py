@@ -98,14 +98,18 @@ def encoding_jobs(size: Size, seed: int, first: bool) -> list[Job]:
     jobs = []
     others = {*NEWER_ENCODINGS, *FURTHER_ENCODINGS} - {"none"}
     for pos in sorted(set(choices("pos")) - others, key=lambda pos: (pos != "rope", pos)):
-        # An encoding with a table of positions needs rows for the longest length that is evaluated
-        table = (f"pos.max_positions={max(size.lengths)}",) if "max_positions" in yaml_values("pos", pos) else ()
-        train = (f"pos={pos}", *table, *size.train, f"seed={seed}")
+        train = (*encoding(pos, size), *size.train, f"seed={seed}")
         # All methods are evaluated on rope, with all seeds. On the other encodings the results are similar, so there
         # the main methods with the first seed are enough
         scalings = "all" if pos == "rope" else "main" if first else "controls"
         jobs.append(Job("encodings", f"{pos}-s{seed}", seed, train, size.training.steps, size.lengths, scalings))
     return jobs
+
+
+def encoding(pos: str, size: Size) -> tuple[str, ...]:
+    """Overrides: one with a table of positions needs rows for the longest length that is evaluated."""
+    table = (f"pos.max_positions={max(size.lengths)}",) if "max_positions" in yaml_values("pos", pos) else ()
+    return f"pos={pos}", *table
 
 
 def from_run(size: Size, seed: int, *settings: str, run: str = "rope") -> tuple[str, ...]:
@@ -173,8 +177,8 @@ def layer_jobs(size: Size, seeds: tuple[int, ...]) -> list[Job]:
 
 def scratch_job(size: Size, seed: int, part: str, name: str, methods: tuple[str, ...]) -> Job:
     """A training from scratch. name: of an encoding or of a layer schedule."""
-    setting = f"pos={name}" if name in choices("pos") else f"layers={name}"
-    train = (setting, *size.train, f"seed={seed}")
+    settings = encoding(name, size) if name in choices("pos") else (f"layers={name}",)
+    train = (*settings, *size.train, f"seed={seed}")
     return Job(part, f"{name}-s{seed}", seed, train, size.training.steps, size.doublings, methods=methods)
 
 

@@ -39,6 +39,7 @@ class StudyRow(Row):
     percent: float = 0.0  # of the pre-training's steps
     in_window: float | None = None  # held-out bits per byte within the trained context
     steps: int = 0
+    tokens_per_second: float | None = None  # of the training
     threads: int = 0
     commit: str = ""
     command: str = ""  # that trained the run

@@ -49,13 +49,7 @@ def gain(rows: Rows, run: str, label: str, n: int) -> Estimate | str:
 
 
 def gain_cells(gains: list[list[Estimate | str]]) -> list[list[str]]:
-    """The cells of a table of gains, `+0.100 [+0.032, +0.179] q=0.03`; q over all of them.
-
-    Its p values are two-sided: twice the smaller one-sided p value against 0.
-    """
-
-    def p_value(cell: Estimate | str) -> float | None:
-        return None if isinstance(cell, str) else min(1.0, 2 * min(cell.p_above(0), cell.p_below(0)))
+    """The cells of a table of gains, `+0.100 [+0.032, +0.179] q=0.03`; q over all of them."""
 
     def show(cell: Estimate | str, q: float | None) -> str:
         if isinstance(cell, str):
@@ -64,7 +58,7 @@ def gain_cells(gains: list[list[Estimate | str]]) -> list[list[str]]:
         text = interval_text(cell.mean, *cell.interval)
         return f"{text} q{'' if q_of_cell.startswith('<') else '='}{q_of_cell}"
 
-    q = iter(with_q([p_value(cell) for line in gains for cell in line]))
+    q = iter(with_q([None if isinstance(cell, str) else cell.p for line in gains for cell in line]))
     return [[show(cell, next(q)) for cell in line] for line in gains]
 
 

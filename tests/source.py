@@ -17,7 +17,7 @@ class Import:
 
 def python_files() -> dict[str, str]:
     """path -> source of every .py file of the repo that git tracks or would track."""
-    git = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    git = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py", ":!results"]
     listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     return {path: (ROOT / path).read_text() for path in sorted(set(listed)) if (ROOT / path).exists()}
 
