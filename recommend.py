@@ -7,7 +7,6 @@ Printed are the answer and what to give to transformers, vLLM and llama.cpp; not
 """
 
 import math
-import textwrap
 import time
 from dataclasses import fields
 
@@ -22,7 +21,7 @@ from hf.deploy import deployment
 from hf.open import open_run
 from measure import recommendation
 from measure.evaluation import Evaluation, requested_method
-from measure.report import print_table
+from measure.report import print_table, print_wrapped
 
 PERPLEXITY = 2 / 3  # its share of the time; the rest is for copying, if perplexity decides for no method
 
@@ -47,46 +46,43 @@ def recommend(cfg: RecommendConfig) -> None:
     settings.ctx, settings.task = [L, ctx], yaml_values("task", "matched") | scored
     texts = Evaluation(run, settings, device)
     check(len(texts.task.names) > 1, "ctx", ctx, f"less, or with longer texts: only {texts.task.names[0]} is longer")
-    say(run.describe(), *recommendation.about_context(run))
+    for line in (*run.describe().splitlines(), *recommendation.about_context(run)):
+        print_wrapped(line)
 
     # ---- measure: perplexity, and in the time left copying ----
     with torch.inference_mode():
-        found = recommendation.compare(texts, list(methods.values()), began + PERPLEXITY * seconds)
-        chosen, hits = recommendation.choose(found.gains, found.taxes), {}
+        until = began + PERPLEXITY * seconds
+        control, loss, gains, taxes = recommendation.compare(texts, list(methods.values()), until)
+        chosen, hits = recommendation.choose(gains, taxes), {}
         if not chosen and time.monotonic() < began + seconds:
             settings.ctx, settings.task = [ctx], yaml_values("task", "copying")
-            best = sorted(found.taxes, key=lambda m: -found.gains[m].mean())[:2]
+            best = sorted(taxes, key=lambda m: -gains[m].mean())[:2]
             copying = Evaluation(run, settings, device)
             hits = recommendation.recall(copying, [methods[m] for m in best], began + seconds)
 
     # ---- the answer, and the settings ----
-    say("", f"in nats/token: gain at {ctx} over {found.control}, tax at {L} of the factor")
-    gains = dict(sorted(found.gains.items(), key=lambda item: -item[1].mean()))
-    shown = {"perplexity": {m: f"{math.exp(min(found.loss - x.mean(), 700)):.2f}" for m, x in gains.items()}}
-    shown |= {
-        name: {m: recommendation.text(x) for m, x in of.items()} for name, of in (("gain", gains), ("tax", found.taxes))
-    }
-    print_table({m: {name: cells.get(m, "") for name, cells in shown.items()} for m in gains})
+    print(f"\nin nats/token: gain at {ctx} over {control}, tax at {L} of the factor")
+    rows = {}
+    for m, x in sorted(gains.items(), key=lambda item: -item[1].mean()):
+        rows[m] = {"perplexity": f"{math.exp(min(loss - x.mean(), 700)):.2f}", "gain": recommendation.text(x)}
+        rows[m] |= {"tax": recommendation.text(taxes[m])} if m in taxes else {}
+    print_table(rows)
+    missing = [m for m in methods if m not in taxes]
+    print_wrapped(f"{len(gains[control])} documents" + (f"; no time for {', '.join(missing)}" if missing else ""))
     factors = {m: run.change(x.scalings, ctx, ctx).factor for m, x in methods.items()}
-    lines = recommendation.sentences(found, factors, ctx, L)
+    lines = recommendation.sentences(control, gains, taxes, factors, ctx, L)
     if hits:
         chosen, line = recommendation.recall_sentence(hits, L)
         lines.append(line)
     elif not chosen:
         lines.append("Copying from further than L back was not tried: no time was left, or ctx is too close to L.")
-    if found.loss > 0.85 * texts.task.guess:
-        lines.append(f"Doubtful: {found.loss:.2f} nats/token is hardly better than guessing, {texts.task.guess:.2f}.")
-    missing = ", ".join(m for m in methods if m not in found.taxes)
-    say(f"{len(gains[found.control])} documents" + f"; no time for {missing}" * bool(missing), "", *lines)
+    if loss > 0.85 * texts.task.guess:
+        lines.append(f"Doubtful: {loss:.2f} nats/token is hardly better than guessing, {texts.task.guess:.2f}.")
+    for line in ("", *lines):
+        print_wrapped(line)
     kept = {"vLLM": f"--max-model-len {L}", "llama.cpp": f"-c {L}"}
     for software, setting in (deployment(run, settings, methods[chosen[0]].scalings, ctx) if chosen else kept).items():
-        say("", f"{software}:", f"  {setting}")
-
-
-def say(*lines: str) -> None:
-    """Print lines, wrapped to 80 columns between words."""
-    for line in "\n".join(lines).split("\n"):
-        print(textwrap.fill(line, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+        print(f"\n{software}:\n  {setting}")  # one line each, to be pasted
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ documents, because a bootstrap over fewer than 16 is too narrow.
 """
 
 import contextlib
-import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,27 +20,23 @@ from engine.run import Run
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
 from measure.intervals import estimate, interval_text
 from measure.tasks import Piece
-from model.scaling import ContextChange, NotApplicable
+from model.scaling import NotApplicable
 
 # In the order in which they are measured
 CANDIDATES = {"YaRN": "yarn", "NTK": "ntk", "Llama 3's ramp": "llama3", "ReRoPE, log-n": "rerope logn", "PI": "pi"}
-HOPELESS = 1.0  # nats per token: a method that is worse by more in its first window is not measured further
-Values = dict[str, list[list[float]]]  # label -> its values of each round
+NEEDED = 3  # both controls and YaRN, or the window control and two methods
+HOPELESS = 1.0  # nats per token
 Arrays = Mapping[str, np.ndarray]  # label -> a value of each document
-Work = Mapping[str, Callable[[int], list[float]]]  # label -> what measures its values of one round
 
 
 def about_context(run: Run) -> list[str]:
     """The context that a run was trained at, and what is doubtful about it, a line each."""
-    L, longest, scaling, layers = (
-        run.context.train_ctx,
-        run.context.longest_trained_ctx,
-        run.cfg.scaling,
-        run.cfg.layers,
-    )
-    lines = [f"L = {L}" + (f", extended to {longest} with scaling={scaling['kind']}" if longest > L else "")]
-    if isinstance(s := scaling.get("factor"), int | float) and round(s * L) != longest:
-        lines.append(f"doubtful: the factor {s:g} times {L} is not max_position_embeddings={longest}")
+    L, longest = run.context.train_ctx, run.context.longest_trained_ctx
+    scaling, layers = run.cfg.scaling, run.cfg.layers
+    factor = scaling.get("factor")
+    lines = [f"L = {L}, extended to {longest} with scaling={scaling['kind']}" if longest > L else f"L = {L}"]
+    if isinstance(factor, int | float) and round(factor * L) != longest:
+        lines.append(f"doubtful: the factor {factor:g} times {L} is not max_position_embeddings={longest}")
     windows = {layers.types[letter].window or longest for letter in layers.pattern} if layers else set()
     return lines + [f"some layers see only {window} tokens" for window in windows if window < longest]
 
@@ -65,75 +59,67 @@ def candidates(run: Run, ctx: int, added: Method) -> list[Method]:
 # ---- measure ----
 
 
-def rounds(count: int, work: Work, until: float, needed: int, hopeless: Callable[[Values], set[str]]) -> Values:
-    """The values in each round: at most `count` rounds, at least two, no third that would end after `until`.
+def rounds(count: int, labels: Sequence[str], measure: Callable[[str, int], list[float]], until: float) -> Arrays:
+    """Label -> what measure(label, i) returns for each round i, [rounds, values]; there are at most `count` rounds.
 
-    work: in order of importance: where half of the time is over in the first round, only the first `needed` are done.
-    until: of time.monotonic(). hopeless: labels that are not measured any more. Ctrl-C ends the rounds; before the
-    second one is complete it is raised.
+    At least two, and no third that would end after `until` (of time.monotonic()). labels: the most important first; if
+    half of the time is over in the first round, it ends after NEEDED of them. Those that are worse there than the first
+    one by more than HOPELESS are not measured again. Ctrl-C ends the rounds; within the first two it is raised.
     """
-    values, i, start = {label: [] for label in work}, 0, time.monotonic()
+    values: dict[str, list[list[float]]] = {}
+    i, start = 0, time.monotonic()
     seconds = max(until - start, 1.0)
     try:
         with progress_bar(seconds, "{elapsed}") as bar:
             for i in range(count):
                 began = time.monotonic()
-                for k, (label, measure) in enumerate(work.items()):
-                    late = i == 0 and k >= needed and began + seconds / 2 < time.monotonic()
-                    if not late and len(values[label]) == i and label not in hopeless(values):
-                        bar.set_postfix_str(f"window {i + 1}, {label}", refresh=False)
-                        values[label].append(measure(i))
-                        check(bool(np.isfinite(values[label][i]).all()), label, values[label][i], "finite losses")
-                        bar.total = max(seconds, time.monotonic() - start)  # two rounds may take longer
-                        bar.update(time.monotonic() - start - bar.n)
+                for label in labels:
+                    bar.set_postfix_str(f"window {i + 1}, {label}", refresh=False)
+                    values.setdefault(label, []).append(measure(label, i))
+                    bar.update(min(time.monotonic() - start, seconds) - bar.n)
+                    if i == 0 and len(values) >= NEEDED and time.monotonic() > start + seconds / 2:
+                        break
+                labels = [label for label, x in values.items() if x[0][0] <= values[labels[0]][0][0] + HOPELESS]
                 if i and 2 * time.monotonic() - began > until:
                     break
     except KeyboardInterrupt:
         if i < 2:
             raise
-        return {label: x[:i] for label, x in values.items()}
-    return values
+        values = {label: x[:i] for label, x in values.items()}
+    for label, x in values.items():
+        check(bool(np.isfinite(x).all()), label, "NaN or Inf", "finite")
+    return {label: np.array(x) for label, x in values.items()}
 
 
-class Comparison(NamedTuple):
-    """The methods at ctx and at L, in nats per token; arrays have a value for each document."""
+def compare(evaluation: Evaluation, methods: Sequence[Method], until: float) -> tuple[str, float, Arrays, Arrays]:
+    """Measure methods and controls in rounds. evaluation: of task=matched, with ctx=[L, ctx].
 
-    control: str  # the better one
-    loss: float  # of that control
-    gains: Arrays  # over it at ctx
-    taxes: Arrays  # at L, of methods that were measured
-
-
-def compare(evaluation: Evaluation, methods: Sequence[Method], until: float) -> Comparison:
-    """Measure methods and controls in rounds. evaluation: of task=matched, with ctx=[L, ctx]."""
+    Returns the better control, its loss, the gains over it at ctx, and the taxes at L of the methods that were
+    measured, in nats per token.
+    """
     L, ctx = evaluation.lengths
     (piece,), documents = evaluation.task.pieces(ctx), len(evaluation.task.names)
     order = np.arange(len(piece.tokens)).reshape(documents, -1).T.flatten()  # one window of each document first
-
-    def losses(i: int, method: Method, lengths: Sequence[int]) -> list[float]:
-        parts = [(n, Piece(piece.tokens[order[i : i + 1], -n:], piece.targets[order[i : i + 1]])) for n in lengths]
-        return [float(evaluation.measure(part, evaluation.change(method, n)).mean()) for n, part in parts]
-
-    controls = [f"truncation to {L}", f"a window of {L}"]
-    jobs = {controls[0]: (NONE, [L]), controls[1]: (WINDOW, [ctx]), **{m.label: (m, [ctx, L]) for m in methods}}
+    truncation, window = f"truncation to {L}", f"a window of {L}"
+    jobs = {truncation: (NONE, [L]), window: (WINDOW, [ctx]), **{m.label: (m, [ctx, L]) for m in methods}}
     jobs |= {NONE.label: (NONE, [ctx])}
 
-    def hopeless(values: Values) -> set[str]:
-        bar = min((values[label][0][0] for label in controls if values[label]), default=math.inf)
-        return {label for label, x in values.items() if x and x[0][0] > bar + HOPELESS}.difference(controls)
+    def losses(label: str, i: int) -> list[float]:
+        method, lengths = jobs[label]
+        parts = [(n, Piece(piece.tokens[order[i : i + 1], -n:], piece.targets[order[i : i + 1]])) for n in lengths]
+        return [float(evaluation.measure(part, evaluation.change(method, n)).mean()) for n, part in parts]
 
     def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         x = a[: len(b)] - b[: len(a)]  # over the rounds that both have
         return np.array([x[d::documents].mean() for d in range(min(documents, len(x)))])
 
-    work = {label: functools.partial(losses, method=m, lengths=lengths) for label, (m, lengths) in jobs.items()}
-    values = {label: np.array(x) for label, x in rounds(len(order), work, until, 3, hopeless).items() if x}
-    truncated, window = (values[label][:, 0] for label in controls)
-    better = int(difference(truncated, window).mean() > 0)
-    bar = (truncated, window)[better]
+    values = rounds(len(order), list(jobs), losses, until)
+    at_L = values[truncation][:, 0]
+    control = window if difference(at_L, values[window][:, 0]).mean() > 0 else truncation
+    bar = values[control][:, 0]
     gains = {label: difference(bar, x[:, 0]) for label, x in values.items()}
-    taxes = {m.label: difference(values[m.label][:, 1], truncated) for m in methods if m.label in values}
-    return Comparison(controls[better], bar.mean(), gains, taxes)
+    taxes = {m.label: difference(values[m.label][:, 1], at_L) for m in methods if m.label in values}
+    return control, bar.mean(), gains, taxes
 
 
 def recall(evaluation: Evaluation, methods: Sequence[Method], until: float) -> Arrays:
@@ -143,14 +129,14 @@ def recall(evaluation: Evaluation, methods: Sequence[Method], until: float) -> A
     """
     L, pieces = evaluation.run.context.longest_trained_ctx, evaluation.task.pieces(evaluation.ctx)
     far = [p for p in pieces if p.distance is not None and p.distance > L]
+    changes = {m.label: evaluation.change(m, evaluation.ctx) for m in (WINDOW, *methods)}
 
-    def share(i: int, change: ContextChange) -> list[float]:
+    def share(label: str, i: int) -> list[float]:
         texts = [Piece(p.tokens[i : i + 1], p.targets[i : i + 1], p.scored) for p in far]
-        return [100 * float(np.mean([evaluation.measure(x, change)[..., 1] for x in texts]))]
+        return [float(np.mean([evaluation.measure(x, changes[label])[..., 1] for x in texts]))]
 
-    work = {m.label: functools.partial(share, change=evaluation.change(m, evaluation.ctx)) for m in (WINDOW, *methods)}
-    values = rounds(len(evaluation.task.names) if far else 0, work, until, 2, lambda values: set())
-    return {label: np.array(x)[:, 0] for label, x in values.items() if x}
+    values = rounds(len(evaluation.task.names) if far else 0, list(changes), share, until)
+    return {label: 100 * x[:, 0] for label, x in values.items()}
 
 
 # ---- the choice ----
@@ -175,21 +161,21 @@ def choose(gains: Arrays, taxes: Arrays) -> list[str]:
     return sorted(alike, key=lambda m: taxes[m].mean())
 
 
-def sentences(found: Comparison, factors: Mapping[str, float], ctx: int, L: int) -> list[str]:
+def sentences(control: str, gains: Arrays, taxes: Arrays, factors: Mapping[str, float], ctx: int, L: int) -> list[str]:
     """The choice in words. factors: label -> s; 1 of a method that has none."""
-    control, _, gains, taxes = found
     if alike := choose(gains, taxes):
         chosen, *others = alike
+        factor = f" with factor {factors[chosen]:g}" if factors[chosen] > 1 else ""
         better = f"at {ctx} it is {text(gains[chosen])} nats/token better than {control}"
-        factor = f" with factor {factors[chosen]:g}" * (factors[chosen] > 1)
         lines = [f"Use {chosen}{factor}: {better}; it costs {text(taxes[chosen])} at {L}."]
-        return lines + [f"These texts do not tell it apart from {' or '.join(others)}, but it costs least."] * bool(
-            others
-        )
+        if others:
+            lines.append(f"These texts do not tell it apart from {' or '.join(others)}, but it costs least.")
+        return lines
     first = max(taxes, key=lambda m: gains[m].mean())
     lines = [f"Nothing beats {control} on these texts: keep {L} tokens ({first} {text(gains[first])})."]
-    high = interval(gains[first])[1]
-    return lines + [f"Not settled: more minutes may show a gain of up to {high:.3f}."] * (high > 0)
+    if (high := interval(gains[first])[1]) > 0:
+        lines.append(f"Not settled: more minutes may show a gain of up to {high:.3f}.")
+    return lines
 
 
 def recall_sentence(hits: Arrays, L: int) -> tuple[list[str], str]:

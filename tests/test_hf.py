@@ -73,6 +73,10 @@ def test_contexts_and_scaling_of_a_config(tmp_path):
         contexts(train_ctx=8)
     with pytest.raises(ValueError, match=r"rope_scaling=yarn: .* train_ctx="):
         contexts(type="yarn", factor=4.0)
+    edit(tmp_path, max_position_embeddings=None)
+    assert contexts(train_ctx=8) == (8, 8, "none")
+    with pytest.raises(ValueError, match="must be there with a scaling"):
+        contexts(train_ctx=8, type="yarn", factor=2.0, original_max_position_embeddings=8)
 
 
 def test_shards_and_halves(tmp_path):

@@ -1,5 +1,6 @@
 """Which scaling to deploy: the choice, the time budget, what is measured, the setting for other software."""
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -16,19 +17,9 @@ from hf.families import read_settings
 from hf.open import read_checkpoint
 from measure import recommendation
 from measure.evaluation import NONE
-from measure.recommendation import Comparison, choose, recall_sentence, sentences
+from measure.recommendation import choose, recall_sentence, sentences
 from model import gpt
-from tests.helpers import (
-    StubModel,
-    error_of,
-    eval_settings,
-    held_out,
-    line_of,
-    run_command,
-    stub_evaluation,
-    train_smoke_runs,
-    write_documents,
-)
+from tests.helpers import StubModel, error_of, eval_settings, held_out, run_command, stub_evaluation, train_smoke_runs
 
 # ---- the choice ----
 
@@ -47,8 +38,8 @@ TAXES = {m: np.full(5, tax) for m, tax in {"YaRN": 0.02, "NTK": 0.01, "PI": 0.3}
 )
 def test_the_choice_is_the_best_beyond_its_interval_and_of_equals_the_cheapest(gains, chosen, words):
     assert choose(gains, TAXES) == chosen
-    found = Comparison("truncation to 64", 2.0, gains, TAXES)
-    assert words in " ".join(sentences(found, dict.fromkeys(TAXES, 4.0), 256, 64))
+    lines = sentences("truncation to 64", gains, TAXES, dict.fromkeys(TAXES, 4.0), 256, 64)
+    assert words in " ".join(lines)
 
 
 def test_recall_decides_only_beyond_its_interval():
@@ -61,45 +52,29 @@ def test_recall_decides_only_beyond_its_interval():
 # ---- the budget ----
 
 
-def measured(monkeypatch, seconds: float, until: float, needed: int = 1, count: int = 10, stop_at: int = 10**9) -> str:
-    """The first letters of what is measured in rounds of three, of which `b` is hopeless: `abc ac ac`."""
-    now, done = [0.0], []
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-
-    def measure(i: int, label: str) -> list[float]:
-        now[0] += seconds
-        done.append(label)
-        if len(done) == stop_at:
-            raise KeyboardInterrupt
-        return [9.0 if label == "b" else 0.1]
-
-    def hopeless(values):
-        return {label for label, x in values.items() if x and x[0][0] > 1}
-
-    work = {label: lambda i, label=label: measure(i, label) for label in "abc"}
-    values = recommendation.rounds(count, work, until, needed, hopeless)
-    return " ".join(f"{label}{len(x)}" for label, x in values.items())
-
-
 @pytest.mark.parametrize(
     "settings, found",
     [
-        ({"until": 1000}, "a10 b1 c10"),  # b is hopeless in its first window
-        ({"until": 1000, "count": 3}, "a3 b1 c3"),
-        ({"until": 15}, "a7 b1 c7"),  # 3 seconds of the first round, then 2 of each
-        ({"until": 0.1}, "a2 b0 c0"),  # at least two rounds, of what is needed
-        ({"until": 0.1, "needed": 3}, "a2 b1 c2"),
-        ({"until": 3.5}, "a2 b1 c0"),  # half of the time was over before c
-        ({"until": 1000, "stop_at": 9}, "a3 b1 c3"),  # in the fourth round: the complete ones count
+        ({}, "a9 b1 c9 d9"),  # b is hopeless in its first window
+        ({"until": 15}, "a4 b1 c4 d4"),  # 4 seconds of the first round, then 3 of each
+        ({"until": 0.1}, "a2 b1 c2"),  # at least two rounds, of what is needed; half of the time was over before d
+        ({"stop_at": 15}, "a4 b1 c4 d4"),  # in the fifth round: the complete ones count
+        ({"stop_at": 5}, None),  # in the second round
     ],
 )
 def test_rounds_end_with_the_time_and_with_ctrl_c(settings, found, monkeypatch):
-    assert measured(monkeypatch, 1, **settings) == found
+    now, stop_at = [0], settings.pop("stop_at", 0)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
+    def measure(label: str, i: int) -> list[float]:
+        now[0] += 1
+        if now[0] == stop_at:
+            raise KeyboardInterrupt
+        return [9.0 if label == "b" else 0.1]
 
-def test_ctrl_c_before_two_rounds_ends_the_command(monkeypatch):
-    with pytest.raises(KeyboardInterrupt):
-        measured(monkeypatch, 1, 1000, stop_at=4)
+    with contextlib.nullcontext() if found else pytest.raises(KeyboardInterrupt):
+        values = recommendation.rounds(9, "abcd", measure, **{"until": 1000, **settings})
+        assert " ".join(f"{label}{len(x)}" for label, x in values.items()) == found
 
 
 # ---- what is measured ----
@@ -120,10 +95,10 @@ def test_all_lengths_score_the_same_targets_and_the_factor_is_fixed(tmp_path):
     evaluation = stub_evaluation(Ends(needs=120, window_costs=2.0), texts, tmp_path, "ctx=[64,128]", *task)
     yarn = recommendation.candidates(evaluation.run, 128, NONE)[0]
     assert [evaluation.change(yarn, n).factor for n in (8, 64, 128)] == [2, 2, 2]
-    found = recommendation.compare(evaluation, [yarn], time.monotonic() + 60)
-    assert found.control == "truncation to 64" and found.taxes["YaRN"] == pytest.approx(0)
-    gains = {label: x.mean() for label, x in found.gains.items()}
-    assert gains == pytest.approx({"truncation to 64": 0, "a window of 64": -2, "YaRN": 1, "none": 1})
+    control, _, gains, taxes = recommendation.compare(evaluation, [yarn], time.monotonic() + 60)
+    assert control == "truncation to 64" and taxes["YaRN"] == pytest.approx(0)
+    means = {label: x.mean() for label, x in gains.items()}
+    assert means == pytest.approx({"truncation to 64": 0, "a window of 64": -2, "YaRN": 1, "none": 1})
 
 
 # ---- the setting ----
@@ -167,27 +142,18 @@ def test_the_given_setting_computes_what_was_measured(family, tmp_path):
 
 
 @reference
-def test_a_family_that_would_scale_other_layers_is_given_no_setting(tmp_path):
+def test_what_software_is_told(tmp_path):
+    """Its flags, or why there are none: qwen2 would scale the layers with windows, too, and no software has ReRoPE."""
     from tests import hf_models as hf
 
-    hf.save_random("qwen2, window", {}, tmp_path)
-    run, _ = opened(tmp_path)
-    cfg = eval_settings(f"run='hf:{tmp_path}'")
-    scalings = recommendation.candidates(run, 96, NONE)[0].scalings
-    (told,) = deployment(run, cfg, scalings, 96).values()
-    assert "qwen2 scales other layers" in told
-    (told,) = deployment(run, cfg, [{"kind": "rerope"}], 96).values()
-    assert "scaling=rerope" in told
+    def told(family: str) -> dict[str, dict[str, str]]:
+        hf.save_random(family, {}, tmp_path)
+        run, cfg = opened(tmp_path)[0], eval_settings(f"run='hf:{tmp_path}'")
+        return {m.label: deployment(run, cfg, m.scalings, 96) for m in recommendation.candidates(run, 96, NONE)}
 
-
-@reference
-def test_the_flags_of_vllm_and_llama_cpp(tmp_path):
-    from tests import hf_models as hf
-
-    hf.save_random("llama", {}, tmp_path)
-    run, _ = opened(tmp_path)
-    cfg = eval_settings(f"run='hf:{tmp_path}'")
-    of = {m.label: deployment(run, cfg, m.scalings, 96) for m in recommendation.candidates(run, 96, NONE)}
+    assert "qwen2 scales other layers" in str(told("qwen2, window")["YaRN"])
+    of = told("llama")
+    assert "scaling=rerope" in str(of["ReRoPE, log-n"])
     assert of["YaRN"]["llama.cpp"] == "--rope-scaling yarn --rope-scale 3 --yarn-orig-ctx 32 -c 96"
     assert of["PI"]["llama.cpp"] == "--rope-scaling linear --rope-scale 3 -c 96"
     base = float(of["NTK"]["llama.cpp"].split()[1])
@@ -228,22 +194,3 @@ def test_a_run_of_ours_is_answered_in_80_columns_and_nothing_is_written(runs, mo
 def test_a_mistake_is_one_line(argv, words, runs, monkeypatch):
     monkeypatch.chdir(runs)
     assert words in error_of(recommend.main, argv, monkeypatch)
-
-
-@reference
-def test_a_checkpoint_without_its_context_needs_train_ctx(tmp_path, monkeypatch):
-    """With it the answer has L, with the user's own texts; with a scaling in the file it stays refused."""
-    from tests import hf_models as hf
-
-    monkeypatch.chdir(tmp_path)
-    hf.save_complete("llama")
-    write_documents(tmp_path)
-    config = json.loads(Path("model/config.json").read_text())
-    del config["max_position_embeddings"]
-    Path("model/config.json").write_text(json.dumps(config))
-    argv = ["run=hf:model", "ctx=128", "minutes=0.02", "data=text", "data.files='docs/*.txt'"]
-    assert "train_ctx=" in error_of(recommend.main, argv, monkeypatch)
-    code, out, err = run_command(recommend.main, [*argv, "train_ctx=64"], monkeypatch)
-    assert code == 0 and "L = 64" in out, err
-    hf.edit(Path("model"), rope_parameters={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64})
-    assert "must be there with a scaling" in line_of(read_checkpoint, open_folder(Path("model")), 1, 64)
