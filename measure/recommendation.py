@@ -7,7 +7,6 @@ documents, because a bootstrap over fewer than 16 is too narrow.
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -25,7 +24,6 @@ from model.scaling import NotApplicable
 # In the order in which they are measured
 CANDIDATES = {"YaRN": "yarn", "NTK": "ntk", "Llama 3's ramp": "llama3", "ReRoPE, log-n": "rerope logn", "PI": "pi"}
 NEEDED = 3  # both controls and YaRN, or the window control and two methods
-HOPELESS = 1.0  # nats per token
 Arrays = Mapping[str, np.ndarray]  # label -> a value of each document
 
 
@@ -63,8 +61,8 @@ def rounds(count: int, labels: Sequence[str], measure: Callable[[str, int], list
     """Label -> what measure(label, i) returns for each round i, [rounds, values]; there are at most `count` rounds.
 
     At least two, and no third that would end after `until` (of time.monotonic()). labels: the most important first; if
-    half of the time is over in the first round, it ends after NEEDED of them. Those that are worse there than the first
-    one by more than HOPELESS are not measured again. Ctrl-C ends the rounds; within the first two it is raised.
+    half of the time is over in the first round, the rounds are of the first NEEDED only. Ctrl-C ends the rounds; within
+    the first two it is raised.
     """
     values: dict[str, list[list[float]]] = {}
     i, start = 0, time.monotonic()
@@ -79,7 +77,7 @@ def rounds(count: int, labels: Sequence[str], measure: Callable[[str, int], list
                     bar.update(min(time.monotonic() - start, seconds) - bar.n)
                     if i == 0 and len(values) >= NEEDED and time.monotonic() > start + seconds / 2:
                         break
-                labels = [label for label, x in values.items() if x[0][0] <= values[labels[0]][0][0] + HOPELESS]
+                labels = list(values)
                 if i and 2 * time.monotonic() - began > until:
                     break
     except KeyboardInterrupt:
@@ -109,17 +107,13 @@ def compare(evaluation: Evaluation, methods: Sequence[Method], until: float) -> 
         parts = [(n, Piece(piece.tokens[order[i : i + 1], -n:], piece.targets[order[i : i + 1]])) for n in lengths]
         return [float(evaluation.measure(part, evaluation.change(method, n)).mean()) for n, part in parts]
 
-    def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        x = a[: len(b)] - b[: len(a)]  # over the rounds that both have
-        return np.array([x[d::documents].mean() for d in range(min(documents, len(x)))])
-
     values = rounds(len(order), list(jobs), losses, until)
-    at_L = values[truncation][:, 0]
-    control = window if difference(at_L, values[window][:, 0]).mean() > 0 else truncation
-    bar = values[control][:, 0]
-    gains = {label: difference(bar, x[:, 0]) for label, x in values.items()}
-    taxes = {m.label: difference(values[m.label][:, 1], at_L) for m in methods if m.label in values}
-    return control, bar.mean(), gains, taxes
+    measured = range(min(documents, len(values[truncation])))
+    means = {label: np.array([x[d::documents].mean(axis=0) for d in measured]) for label, x in values.items()}
+    control = min((truncation, window), key=lambda label: means[label].mean())
+    gains = {label: means[control][:, 0] - x[:, 0] for label, x in means.items()}
+    taxes = {m.label: means[m.label][:, 1] - means[truncation][:, 0] for m in methods if m.label in means}
+    return control, means[control].mean(), gains, taxes
 
 
 def recall(evaluation: Evaluation, methods: Sequence[Method], until: float) -> Arrays:
@@ -143,12 +137,12 @@ def recall(evaluation: Evaluation, methods: Sequence[Method], until: float) -> A
 
 
 def interval(x: np.ndarray) -> tuple[float, float]:
-    """The t interval of the mean; without bounds for a single value."""
-    return estimate(x[None]).interval if len(x) > 1 else (-math.inf, math.inf)
+    """The t interval of the mean of at least two values."""
+    return estimate(x[None]).interval
 
 
 def text(x: np.ndarray, form: str = "+.3f") -> str:
-    return interval_text(x.mean(), *interval(x), form) if len(x) > 1 else f"{x.mean():{form}} (one window)"
+    return interval_text(x.mean(), *interval(x), form)
 
 
 def choose(gains: Arrays, taxes: Arrays) -> list[str]:
@@ -180,7 +174,7 @@ def sentences(control: str, gains: Arrays, taxes: Arrays, factors: Mapping[str, 
 
 def recall_sentence(hits: Arrays, L: int) -> tuple[list[str], str]:
     """(the method that copies more than the window control, if one does; a sentence). hits: of `recall`."""
-    gains = {m: x - hits[WINDOW.label][: len(x)] for m, x in hits.items() if m != WINDOW.label}
+    gains = {m: x - hits[WINDOW.label] for m, x in hits.items() if m != WINDOW.label}
     best = max(gains, key=lambda m: gains[m].mean())
     shares = ", ".join(f"{m} {x.mean():.0f} %" for m, x in hits.items())
     line = f"Copying from more than {L} tokens back, tokens right: {shares} ({best} {text(gains[best], '+.0f')})"
