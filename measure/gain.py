@@ -53,17 +53,12 @@ def comparable(window: Row, truncated: Row) -> bool:
 # ---- one run ----
 
 
-def difference(a: Row, b: Row) -> tuple[float, float, float]:
-    """(mean, low, high) of loss a - loss b in nats per token, on the windows that both rows have."""
-    return mean_interval(per_document_difference(a, b)[None])
-
-
 def gain(row: Row, control: Row) -> tuple[float, float, float]:
     """(mean, low, high) of the control's loss minus this row's loss, nats per token. Positive if the method is better.
 
-    control: of `controls`, at the same length.
+    control: of `controls`, at the same length. On the windows that both rows have.
     """
-    return difference(control, row)
+    return mean_interval(per_document_difference(control, row)[None])
 
 
 # ---- one method with several seeds ----

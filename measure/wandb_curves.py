@@ -16,7 +16,7 @@ import numpy as np
 from engine.wandb_log import Log, new_id, run_config
 from measure.curves import Curve, Row
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
-from measure.gain import controls, difference, gain
+from measure.gain import controls, gain
 from measure.intervals import mean_interval
 from measure.report import effective_context
 from measure.tasks import Task
@@ -115,7 +115,7 @@ def summary(curve: Curve, none: dict[int, Row], bars: dict[int, Row], task: Task
             columns |= interval(f"gain@{multiple}x", gain(row, bars[row.n]))
     inside = [n for n in rows if n <= L]
     if inside and curve.label not in (NONE.label, WINDOW.label):
-        columns |= interval("tax", difference(rows[inside[-1]], none[inside[-1]]))
+        columns |= interval("tax", gain(none[inside[-1]], rows[inside[-1]]))
     columns["longest_not_worse"] = longest_not_worse(curve, bars)
     if task.accuracy:
         columns |= interval("effective_context", effective_context(curve, task.threshold))
