@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import eval as evaluation
 import export
 import train
 from conf.errors import UserError
+from conf.registry import ROOT
 from conf.schema import TrainConfig
 from data import corpus as corpora
 from data.corpus import held_out_texts
@@ -324,3 +327,30 @@ def test_arguments_that_do_not_fit_a_checkpoint(arguments, folder, monkeypatch):
     command, *argv = arguments.split()
     main = {"eval": evaluation.main, "train": train.main, "export": export.main}[command]
     assert ARGUMENTS[arguments] in error_of(main, argv, monkeypatch)
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(here, monkeypatch):
+    resource = pytest.importorskip("resource")  # not on Windows
+    write_documents(here)
+    a_run(here, *TEXT)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
+    try:
+        assert "out=there: cannot be written: " in error_of(export.main, ["run=x", "out=there"], monkeypatch)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(p.name for p in here.iterdir()) == [".cache", "docs", "runs"]
+    Path("there.tmp").mkdir()  # of a killed export
+    run_export(monkeypatch, "run=x", "out=there")
+    assert not Path("there.tmp").exists()
+
+
+@pytest.mark.process
+def test_an_export_does_not_depend_on_the_locale(here):
+    write_documents(here)
+    a_run(here, *TEXT)
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, str(ROOT / "export.py"), "run=x", "out=there"]
+    done = subprocess.run(argv, cwd=here, env={**os.environ, **ascii_only}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not Path("there/tokenizer.json").read_bytes().isascii()
