@@ -1,4 +1,4 @@
-"""Append a row of measurements to a file of JSON lines; a file of its own: every benchmark does it."""
+"""Append a row of measurements to a file of JSON lines."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""AdamW and Muon, and their learning-rate schedule; a file of its own: many readers want to change the optimizer."""
+"""AdamW and Muon, and their learning-rate schedule."""
 
 import torch
 from torch.optim import Optimizer

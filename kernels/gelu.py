@@ -1,4 +1,4 @@
-"""GELU on a CPU, where torch's tanh is slow; a file of its own: the model only writes act(up(x))."""
+"""GELU on a CPU, where torch's tanh is slow."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The rotary op in plain torch; a file of its own: it runs without Triton, and the kernel is tested against it."""
+"""The rotary op in plain torch."""
 
 from typing import Any
 

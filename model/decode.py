@@ -1,4 +1,4 @@
-"""Decoding token by token: the logits after a growing text; a file of its own: training does without it."""
+"""Decoding token by token: the logits after a growing text."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The spectrum of RoPE: how often each pair rotates within a context; a file of its own: encodings and studies use it.
+"""The spectrum of RoPE: how often each pair rotates within a context.
 
 A pair's wavelength is 2 pi / inv_freq tokens. A pair that does not complete a rotation within the trained context L
 meets angles beyond L that it never saw in training.

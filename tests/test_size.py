@@ -22,7 +22,7 @@ BUDGETS = {
     "studies": 1634,
     "bench": 492,
     "product": 9130,
-    "tests": 8296,
+    "tests": 8302,
 }
 AIMS = BUDGETS | {
     **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100, "studies": 1500},
@@ -31,7 +31,15 @@ AIMS = BUDGETS | {
 README_LINES, README_WORDS, MINIMAL_LINES = 160, 1700, 200
 LONGEST_FUNCTION, SMALLEST_FILE, IMPORTS_IN_FUNCTIONS = 70, 25, 15  # lines, code lines, functions
 PLUG_INS = ("model/pos/", "model/scaling/", "data/corpora/", "measure/tasks/")
-REASON = "a file of its own"  # a small file that is no plug-in says why in its first line, with these words
+# Small files that are no plug-ins, and why each is a file of its own
+SMALL_FILES = {
+    "bench/rows.py": "every benchmark writes its rows by it",
+    "engine/optimizer.py": "many readers want to change the optimizer",
+    "kernels/gelu.py": "the model only writes act(up(x))",
+    "kernels/rope_torch.py": "it runs without Triton, and the kernel is tested against it",
+    "model/decode.py": "training does without it",
+    "model/spectrum.py": "encodings and studies use it",
+}
 # Optional packages, and those that take more than 0.3 s: only they may be imported inside a function.
 # kernels.rope_triton is written in the language of Triton, which some platforms lack
 LATE = (
@@ -68,12 +76,11 @@ def imports_in_functions() -> tuple[set[str], list[str]]:
 
 
 def small_files() -> list[str]:
-    """Files that are neither commands, plug-ins nor the __init__.py of a folder, nor give a reason for their size."""
+    """Files that are neither commands, plug-ins nor the __init__.py of a folder, nor have a reason for their size."""
     others = {
         path for path in PRODUCT if not path.startswith(PLUG_INS) and not path.endswith("__init__.py") and "/" in path
     }
-    small = [path for path in sorted(others) if code_lines(PRODUCT[path]) < SMALLEST_FILE]
-    return [path for path in small if REASON not in PRODUCT[path].split("\n")[0]]
+    return [path for path in sorted(others - {*SMALL_FILES}) if code_lines(PRODUCT[path]) < SMALLEST_FILE]
 
 
 def long_functions() -> list[str]:
