@@ -3,9 +3,8 @@
 A small GPT with rotary position embedding (RoPE) is trained on windows of L = 256 tokens. On longer texts it breaks,
 because its slow rotations then reach angles that it has never seen. Position interpolation, NTK and YaRN change nothing
 but the frequencies of the rotations, without further training. Does that extend the context?
-
-The answer is a curve: the loss of the same held-out tokens after n = 64 .. 2048 tokens. If each token sees only the
-last L, nothing breaks either. This sliding window is the control: only a method with a lower loss extends the context.
+The answer is a curve: the loss of the same held-out tokens after n = 64 .. 2048 tokens. In the control each token sees
+only the last L, and nothing breaks: only a method with a lower loss extends the context.
 
 train.py and eval.py do this for many encodings, methods and tasks; tests/test_minimal.py compares the numbers. Letters:
 B batch, T tokens, H heads, D width of a head, C width of the model, L trained context, n evaluated context.
@@ -113,7 +112,8 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 std = 0.02 if name == "tokens.weight" else p.shape[1] ** -0.5
-                nn.init.normal_(p, std=0 if name.endswith(("out.weight", "down.weight")) else std)
+                writes = name.endswith(("out.weight", "down.weight"))  # into the residual stream
+                nn.init.normal_(p, std=std / (2 * cfg.n_layers) ** 0.5 if writes else std)
 
     def losses(self, windows: Tensor, scored: int, method: str = "none") -> Tensor:
         """Nats of the last tokens of windows int64 [B, n + 1] -> [B, scored]. method: none, window or of METHODS."""

@@ -109,7 +109,7 @@ class ModelConfig:
     mlp_ratio: int = setting(4, "the MLP's width, as a multiple of width", SIZE)
     mlp_width: int | None = setting(None, "null: mlp_ratio * width, and 2/3 of it with a gate", SIZE)
     tied_head: bool = setting(True, "the head's weight is that of the token embedding")
-    zero_init: bool = setting(True, "the matrices that write into the residual stream begin at 0")
+    zero_init: bool = setting(False, "the matrices that write into the residual stream begin at 0")
     norm: str = setting("rms", "layer is LayerNorm", one_of("rms", "layer"))
     norm_bias: bool = setting(True, "whether LayerNorm has biases; false for Cohere 2 and MPT")
     norm_eps: float = setting(1e-6, "is added to the mean square", above(0))

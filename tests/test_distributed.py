@@ -186,7 +186,7 @@ def one_rank(tmp_path) -> Iterator[None]:
 def test_only_linear_layers_of_blocks_are_gathered_in_bfloat16(one_rank):
     """Norms and FoX's gates are gathered in float32. Gradients are summed in float32, once for two micro-batches."""
     norms = ("model.qk_norm=true", "model.qk_norm_weight=true")
-    cfg = train_settings("exp=smoke", "dtype=bfloat16", "pos=fox", "model.zero_init=false", *norms)
+    cfg = train_settings("exp=smoke", "dtype=bfloat16", "pos=fox", *norms)
     model, tokens, gathered = gpt.build(cfg, 64), torch.arange(48).view(2, 24), {}
     linear = set(devices.linear_layers(model))
     distributed.shard_model(model, torch.device("cpu"), linear, bfloat16=True)

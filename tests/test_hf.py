@@ -215,8 +215,8 @@ EXPORTED = {
 
 
 def a_run(here, *overrides: str) -> tuple[TrainConfig, gpt.GPT, corpora.Corpus]:
-    """runs/x with random weights, also where training begins with zeros; at ctx 64, or 256 where a scaling is named."""
-    cfg = train_settings("exp=smoke", "name=x", "model.zero_init=false", *overrides)
+    """runs/x with random weights at ctx 64, or 256 where a scaling is named."""
+    cfg = train_settings("exp=smoke", "name=x", *overrides)
     if cfg.scaling["kind"] != "none":
         cfg.init, cfg.ctx = "parent", 256
         cfg.pretrained = {"ctx": 64, "tokens": 1, "run": "parent", "weights": "0"}
