@@ -22,6 +22,7 @@ from tests.helpers import SMALL, attention_output, choices, encoding_of, model_o
 
 CONTENT = [pos for pos in choices("pos") if encoding_of(pos).sees_content]
 BASES = [None, 10000.0]
+OTHERS = ["kerple", "fire", "pope"]  # besides REFERENCES
 
 
 def model_with(pos: str, *overrides: str) -> gpt.GPT:
@@ -236,7 +237,7 @@ def test_ssmax_multiplies_queries_as_mistral_large_4():
 # ---- memory, precision, decoding, weights ----
 
 
-@pytest.mark.parametrize("pos", [p for p in REFERENCES if p != "cope"])
+@pytest.mark.parametrize("pos", [*(p for p in REFERENCES if p != "cope"), "pope"])
 def test_no_mask_is_made_for_a_whole_text(pos, monkeypatch):
     """So the memory is linear in T, as that of the fused kernels."""
     model, tokens = model_with(pos), random_tokens()
@@ -272,7 +273,7 @@ def test_gates_are_computed_in_float32_under_autocast():
 
 
 @pytest.mark.parametrize("change", [NO_CHANGE, ContextChange(window=5, always_visible=1)])
-@pytest.mark.parametrize("pos", [*REFERENCES, "kerple", "fire"])
+@pytest.mark.parametrize("pos", [*REFERENCES, *OTHERS])
 def test_several_new_tokens_at_once_continue_a_cache(pos, change):
     """One by one, with every scaling method: tests/test_sample.py."""
     model, x, cache = model_with(pos), random_tokens(2, 20), Cache()
@@ -283,7 +284,7 @@ def test_several_new_tokens_at_once_continue_a_cache(pos, change):
 
 # ---- in layer schedules ----
 
-IN_SCHEDULES = [*REFERENCES, "kerple", "fire", "alibi", "t5_bias", "rope", "learned", "sinusoidal"]
+IN_SCHEDULES = [*REFERENCES, *OTHERS, "alibi", "t5_bias", "rope", "learned", "sinusoidal"]
 
 
 @pytest.mark.parametrize("pos", IN_SCHEDULES)
@@ -325,7 +326,7 @@ def test_masks_are_made_for_a_block_of_queries_at_a_time(pos, monkeypatch):
 # ---- parameters ----
 
 
-@pytest.mark.parametrize("pos", [*REFERENCES, "kerple", "fire"])
+@pytest.mark.parametrize("pos", [*REFERENCES, *OTHERS])
 def test_all_parameters_learn_and_are_restored(pos):
     cfg = train_settings(f"pos={pos}", *SMALL)
     model = gpt.build(cfg, 50)
@@ -395,7 +396,7 @@ def test_a_longer_context_in_fine_tuning_leaves_the_threshold_of_fire_as_it_is(h
     assert checkpoint.load(Path("runs/b"))["cfg"].pos["context"] == 64
 
 
-@pytest.mark.parametrize("pos", [*REFERENCES, "kerple", "fire"])
+@pytest.mark.parametrize("pos", [*REFERENCES, *OTHERS])
 def test_weights_in_bfloat16_leave_the_encoding_in_float32(pos):
     """As eval.py stores them: sums over thousands of gates and FIRE's MLP would otherwise be rounded, or fail."""
     model = model_of(pos).float().eval()

@@ -81,6 +81,12 @@ def test_cope_equals_x_transformers(given: dict[str, Any], want: Tensor):
     check(Layer(given, "cope", f"pos.positions={given['positions']}", table=table).output(), want)
 
 
+@frozen("pope")
+def test_pope_equals_x_transformers(given: dict[str, Any], want: Tensor):
+    """Some of the biases are outside of -2 pi .. 0, where they are clamped."""
+    check(Layer(given, "pope", delta=8 * wave(10, given["H"], given["D"]) - 3).output(), want)
+
+
 def bias(pos: str, given: dict[str, Any], knobs: list[str], parameters: dict[str, Tensor]) -> Tensor:
     """[H, T, T], and 0 where the key is after the query."""
     encoding, positions = encoding_of(pos, "model.n_heads=2", *knobs).double(), torch.arange(given["T"])

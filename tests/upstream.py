@@ -68,6 +68,20 @@ def cope(file: Path, positions: int, T: int, H: int, G: int, D: int) -> Tensor:
     return ((scores + module(q, scores)).softmax(-1) @ v)[0].transpose(0, 1)
 
 
+def pope(file: Path, T: int, H: int, G: int, D: int) -> Tensor:
+    einops = importlib.import_module("einops")
+    given = {"Module": nn.Module, "arange": torch.arange, "cat": torch.cat, "rearrange": einops.rearrange}
+    code = definitions(file, "PolarEmbedding", "apply_polar_pos_emb", autocast=torch.amp.autocast, **given)
+    x, weight = projection(T, H, G, D)
+    q, k, v = (x @ weight.T).view(1, T, H + 2 * G, D).transpose(1, 2).split((H, G, G), dim=1)
+    module = code.PolarEmbedding(D, H)
+    module.learned_bias.data = 8 * wave(10, H, 1, D) - 3
+    freqs, bias = module(torch.arange(T))
+    q, k = code.apply_polar_pos_emb(q, freqs), code.apply_polar_pos_emb(k.expand(-1, H, -1, -1), freqs + bias)
+    y = F.scaled_dot_product_attention(q, k, v.expand(-1, H, -1, -1), is_causal=True, scale=D**-0.5)
+    return y[0].transpose(0, 1)
+
+
 def kerple(file: Path, T: int, p: list[float], a: list[float]) -> Tensor:
     args = SimpleNamespace(num_attention_heads=len(p), pos_emb="", noise_seq_length=0, params_dtype=torch.float64)
     with mock.patch("torch.cuda.current_device", return_value="cpu"):
@@ -162,6 +176,7 @@ CASES: list[tuple[Any, str, dict[str, Any]]] = [
     ),
     (dual_chunk, CHUNKS, {"L": 16, "local": 7, "unscaled": 20, "T": 20, **HEADS}),
     (dual_chunk, CHUNKS, {"L": 16, "local": None, "unscaled": 16, "T": 24, **HEADS}),
+    (pope, "lucidrains/x-transformers/x_transformers/x_transformers.py", {"T": 12, **HEADS}),
 ]
 
 
