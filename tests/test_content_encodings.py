@@ -149,15 +149,37 @@ def cope(layer: Layer) -> Callable:
     return weights
 
 
-REFERENCES = {"fox": fox, "ssmax": ssmax, "sink_logits": sink_logits, "cope": cope}
+def path(layer: Layer) -> Callable:
+    """Arxiv 2505.16381, section 2: a key is multiplied by the Householder factors of later tokens, one by one."""
+    down, up, b, c = (
+        layer.parameters[f"content.{name}"] for name in ("down.weight", "up.weight", "beta.weight", "beta.bias")
+    )
+    w = (layer.x @ down.T @ up.T).unflatten(1, (4, 16))
+    w, beta = w / w.norm(dim=-1, keepdim=True), 2 * torch.sigmoid(layer.x @ b.T + c)
+
+    def weights(h, i, keys):
+        def score(j):
+            key = layer.k[j, h]
+            for t in range(j + 1, i + 1):
+                key = (torch.eye(16) - beta[t, h] * torch.outer(w[t, h], w[t, h])) @ key
+            return layer.q[i, h] @ key / 4
+
+        return softmax([score(j) for j in keys])
+
+    return weights
+
+
+REFERENCES = {"fox": fox, "ssmax": ssmax, "sink_logits": sink_logits, "cope": cope, "path": path}
+KNOBS = {"cope": ["pos.positions=4"], "path": []}  # of those that do not rotate
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("change", [NO_CHANGE, ContextChange(window=5), ContextChange(window=4, always_visible=2)])
-@pytest.mark.parametrize("pos, base", [(p, b) for p in REFERENCES for b in (BASES if p != "cope" else [None])])
+@pytest.mark.parametrize("change", [NO_CHANGE, ContextChange(window=5), ContextChange(window=3, always_visible=2)])
+@pytest.mark.parametrize("pos, base", [(p, b) for p in REFERENCES for b in ([None] if p in KNOBS else BASES)])
 def test_attention_is_the_papers_formula(pos, base, change, grad, monkeypatch):
-    knobs = ["pos.positions=4"] if pos == "cope" else [f"pos.base={'null' if base is None else base}"]
+    knobs = KNOBS.get(pos, [f"pos.base={'null' if base is None else base}"])
     model, tokens = model_with(pos, "model.n_kv_heads=2", *knobs), random_tokens(1, 10)
+    monkeypatch.setattr("model.pos.path.CHUNK", 3)
     if not grad:
         monkeypatch.setattr(masks, "QUERY_BLOCK", 5)
 
@@ -237,7 +259,7 @@ def test_ssmax_multiplies_queries_as_mistral_large_4():
 # ---- memory, precision, decoding, weights ----
 
 
-@pytest.mark.parametrize("pos", [*(p for p in REFERENCES if p != "cope"), "pope"])
+@pytest.mark.parametrize("pos", [*(p for p in REFERENCES if p not in KNOBS), "pope"])
 def test_no_mask_is_made_for_a_whole_text(pos, monkeypatch):
     """So the memory is linear in T, as that of the fused kernels."""
     model, tokens = model_with(pos), random_tokens()
@@ -308,7 +330,7 @@ def test_in_mixed_layers_cached_decoding_equals_a_full_forward(pos, layers):
         assert (torch.cat(parts, 1) - model(tokens)).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("pos", ["kerple", "fire", "cope", "t5_bias"])
+@pytest.mark.parametrize("pos", ["kerple", "fire", "cope", "path", "t5_bias"])
 def test_masks_are_made_for_a_block_of_queries_at_a_time(pos, monkeypatch):
     plain, sizes = attention.attend_masked, []
 

@@ -87,6 +87,16 @@ def test_pope_equals_x_transformers(given: dict[str, Any], want: Tensor):
     check(Layer(given, "pope", delta=8 * wave(10, given["H"], given["D"]) - 3).output(), want)
 
 
+@frozen("path")
+def test_path_equals_flash_linear_attention(given: dict[str, Any], want: Tensor):
+    """The query heads that share keys have the same w and beta, as theirs."""
+    H, G, D, rank = (given[key] for key in ("H", "G", "D", "rank"))
+    up, b, c = wave(12, G * D, rank), wave(13, G, H * D), wave(14, G)
+    factors = {"down.weight": wave(11, rank, H * D), "up.weight": up.repeat(H, 1)}
+    factors |= {"beta.weight": b.repeat(H, 1), "beta.bias": c.repeat(H)}
+    check(Layer(given, "path", f"pos.rank={rank}", **factors).output(), want)
+
+
 def bias(pos: str, given: dict[str, Any], knobs: list[str], parameters: dict[str, Tensor]) -> Tensor:
     """[H, T, T], and 0 where the key is after the query."""
     encoding, positions = encoding_of(pos, "model.n_heads=2", *knobs).double(), torch.arange(given["T"])

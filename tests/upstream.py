@@ -82,6 +82,16 @@ def pope(file: Path, T: int, H: int, G: int, D: int) -> Tensor:
     return y[0].transpose(0, 1)
 
 
+def path(file: Path, chunk: int, rank: int, T: int, H: int, G: int, D: int) -> Tensor:
+    einops = importlib.import_module("einops")
+    x, weight = projection(T, H, G, D)
+    heads = (x @ weight.T).view(1, T, H + 2 * G, D).split((H, G, G), dim=2)
+    w = F.normalize((x @ wave(11, rank, H * D).T @ wave(12, G * D, rank).T).view(1, T, G, D), dim=-1)
+    beta = 2 * (x @ wave(13, G, H * D).T + wave(14, G)).sigmoid()[None]
+    code = definitions(file, "naive_path_attn", rearrange=einops.rearrange)
+    return code.naive_path_attn(*heads, w, beta, torch.zeros(1, T, H), scale=D**-0.5, chunk_size=chunk)[0]
+
+
 def kerple(file: Path, T: int, p: list[float], a: list[float]) -> Tensor:
     args = SimpleNamespace(num_attention_heads=len(p), pos_emb="", noise_seq_length=0, params_dtype=torch.float64)
     with mock.patch("torch.cuda.current_device", return_value="cpu"):
@@ -177,6 +187,7 @@ CASES: list[tuple[Any, str, dict[str, Any]]] = [
     (dual_chunk, CHUNKS, {"L": 16, "local": 7, "unscaled": 20, "T": 20, **HEADS}),
     (dual_chunk, CHUNKS, {"L": 16, "local": None, "unscaled": 16, "T": 24, **HEADS}),
     (pope, "lucidrains/x-transformers/x_transformers/x_transformers.py", {"T": 12, **HEADS}),
+    (path, "fla-org/flash-linear-attention/fla/ops/path_attn/naive.py", {"chunk": 8, "rank": 3, "T": 20, **HEADS}),
 ]
 
 
