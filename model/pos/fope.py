@@ -1,10 +1,12 @@
 """FoPE (Hua et al. 2024, arXiv 2412.17739): RoPE whose pairs see sums of frequencies, and no untrained ones.
 
 Pairs without a full rotation within L have frequency 0. The cosine of another pair i at position m is cos(m theta_i) +
-sum_j a_ij cos(m theta_j), its sine the same with other coefficients: random, normal with standard deviation gain /
-sqrt(number of these pairs), and not trained, as in the authors' code. There each head of each layer has its own; here
-all share them. And their code has cos = sin = 1 at frequency 0, which doubles these pairs' weight; here they are as
-unrotated, cos = 1 and sin = 0.
+sum_j a_ij cos(m theta_j), its sine the same with other coefficients: random and not trained. So scores also depend on
+the absolute positions.
+
+The authors' code differs in three details. Each head of each layer has coefficients of its own; here all share them. It
+has cos = sin = 1 at frequency 0, which doubles these pairs' weight; here they do not rotate, cos = 1 and sin = 0. And
+at most half of the pairs rotate there.
 """
 
 import math
@@ -33,7 +35,8 @@ class Fope(Rope):
         M = len(self.inv_freq)
         self.still = P - M
         sums = torch.eye(P).repeat(2, 1, 1)  # of cosines and of sines: [.., P] @ [P, P]
-        sums[:, :M, :M] += torch.randn(2, M, M) * gain / math.sqrt(M)
+        std = gain * math.sqrt(2 / (M * (M + shape.n_heads)))  # theirs: Xavier's, of [n_heads, M, M]
+        sums[:, :M, :M] += torch.randn(2, M, M) * std
         self.register_buffer("sums", sums)
 
     def summed(self, table: Table) -> Table:
