@@ -92,6 +92,16 @@ def path(file: Path, chunk: int, rank: int, T: int, H: int, G: int, D: int) -> T
     return code.naive_path_attn(*heads, w, beta, torch.zeros(1, T, H), scale=D**-0.5, chunk_size=chunk)[0]
 
 
+def resonance(file: Path, D: int, L: int, factor: float) -> Tensor:
+    """The wavelengths in tokens, without scaling and with YaRN."""
+    names = ("ResonanceRotaryEmbedding", "ResonanceYaRNScaledRotaryEmbedding")
+    code = definitions(file, *names, repeat=importlib.import_module("einops").repeat)
+    utils = ("find_correction_dim", "find_correction_range", "linear_ramp_mask", "get_mscale")
+    vars(code).update(vars(definitions(file.with_name("rotary_utils.py"), *utils)))
+    modules = code.ResonanceRotaryEmbedding(D, L), code.ResonanceYaRNScaledRotaryEmbedding(D, L, scaling_factor=factor)
+    return torch.stack([module.r_wavelengths for module in modules])
+
+
 def kerple(file: Path, T: int, p: list[float], a: list[float]) -> Tensor:
     args = SimpleNamespace(num_attention_heads=len(p), pos_emb="", noise_seq_length=0, params_dtype=torch.float64)
     with mock.patch("torch.cuda.current_device", return_value="cpu"):
@@ -188,6 +198,11 @@ CASES: list[tuple[Any, str, dict[str, Any]]] = [
     (dual_chunk, CHUNKS, {"L": 16, "local": None, "unscaled": 16, "T": 24, **HEADS}),
     (pope, "lucidrains/x-transformers/x_transformers/x_transformers.py", {"T": 12, **HEADS}),
     (path, "fla-org/flash-linear-attention/fla/ops/path_attn/naive.py", {"chunk": 8, "rank": 3, "T": 20, **HEADS}),
+    (
+        resonance,
+        "sheryc/resonance_rope/src/models/components/positional_embedding/rotary_resonance.py",
+        {"D": 32, "L": 64, "factor": 4.0},
+    ),
 ]
 
 
