@@ -30,8 +30,7 @@ class AngleBias(nn.Module):
     def turned(self, q: Tensor) -> Tensor:
         """Rotated queries [B, H, S, 2 D] by -delta: the same as the keys by delta, but fewer keys may be shared."""
         delta = self.delta.clamp(-2 * math.pi, 0)
-        scale = math.sqrt(2)  # attention divides by sqrt(2 D)
-        return rotate(q, delta.cos() * scale, -delta.sin() * scale)
+        return rotate(q, delta.cos(), -delta.sin()) * math.sqrt(2)  # attention divides by sqrt(2 D)
 
     def forward(self, x: Tensor, heads: Heads, where: Where) -> Tensor:
         D = heads.v.shape[-1]
