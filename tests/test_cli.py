@@ -87,8 +87,9 @@ REFUSED = {
         positions=random pos=learned -> longest=512
         pos=rope_partial pos.rotary_fraction=0 | pos=rope_partial pos.rotary_fraction=1.5
         pos=rope_partial pos.rotary_fraction=0.01 | pos=sinusoidal model.width=63 model.n_heads=7 -> model.width=63
-        pos=cope pos.positions=1 | pos=fire pos.hidden=0 | pos=fire pos.context=0 | pos=fox pos.base=0.5
-        pos=t5_bias pos.lr_factor=0 | attention=linear layers=olmo3 -> attention=linear
+        pos=fope pos.context=6 | pos=path pos.rank=0 | pos=cope pos.positions=1 | pos=fire pos.hidden=0
+        pos=fire pos.context=0 | pos=fox pos.base=0.5 | pos=t5_bias pos.lr_factor=0
+        attention=linear layers=olmo3 -> attention=linear
         layers=olmo3 layers.pattern=LX | layers=olmo3 layers.pattern=[L,G] -> layers.pattern=['L', 'G']
         layers=olmo3 layers.last=Q | layers=olmo3 layers.L=3 | layers=olmo3 +layers.L.windows=3 -> layers.L:
         layers=olmo3 layers.L.window=0 | layers=olmo3 layers.L.window=1.5 | layers=olmo3 layers.L.window=wide

@@ -22,6 +22,7 @@ from tests.helpers import SMALL, attention_output, choices, encoding_of, model_o
 
 CONTENT = [pos for pos in choices("pos") if encoding_of(pos).sees_content]
 BASES = [None, 10000.0]
+OTHERS = ["kerple", "fire", "pope"]  # besides REFERENCES
 
 
 def model_with(pos: str, *overrides: str) -> gpt.GPT:
@@ -148,15 +149,37 @@ def cope(layer: Layer) -> Callable:
     return weights
 
 
-REFERENCES = {"fox": fox, "ssmax": ssmax, "sink_logits": sink_logits, "cope": cope}
+def path(layer: Layer) -> Callable:
+    """Arxiv 2505.16381, section 2: a key is multiplied by the Householder factors of later tokens, one by one."""
+    down, up, b, c = (
+        layer.parameters[f"content.{name}"] for name in ("down.weight", "up.weight", "beta.weight", "beta.bias")
+    )
+    w = (layer.x @ down.T @ up.T).unflatten(1, (4, 16))
+    w, beta = w / w.norm(dim=-1, keepdim=True), 2 * torch.sigmoid(layer.x @ b.T + c)
+
+    def weights(h, i, keys):
+        def score(j):
+            key = layer.k[j, h]
+            for t in range(j + 1, i + 1):
+                key = (torch.eye(16) - beta[t, h] * torch.outer(w[t, h], w[t, h])) @ key
+            return layer.q[i, h] @ key / 4
+
+        return softmax([score(j) for j in keys])
+
+    return weights
+
+
+REFERENCES = {"fox": fox, "ssmax": ssmax, "sink_logits": sink_logits, "cope": cope, "path": path}
+KNOBS = {"cope": ["pos.positions=4"], "path": []}  # of those that do not rotate
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("change", [NO_CHANGE, ContextChange(window=5), ContextChange(window=4, always_visible=2)])
-@pytest.mark.parametrize("pos, base", [(p, b) for p in REFERENCES for b in (BASES if p != "cope" else [None])])
+@pytest.mark.parametrize("change", [NO_CHANGE, ContextChange(window=5), ContextChange(window=3, always_visible=2)])
+@pytest.mark.parametrize("pos, base", [(p, b) for p in REFERENCES for b in ([None] if p in KNOBS else BASES)])
 def test_attention_is_the_papers_formula(pos, base, change, grad, monkeypatch):
-    knobs = ["pos.positions=4"] if pos == "cope" else [f"pos.base={'null' if base is None else base}"]
+    knobs = KNOBS.get(pos, [f"pos.base={'null' if base is None else base}"])
     model, tokens = model_with(pos, "model.n_kv_heads=2", *knobs), random_tokens(1, 10)
+    monkeypatch.setattr("model.pos.path.CHUNK", 3)
     if not grad:
         monkeypatch.setattr(masks, "QUERY_BLOCK", 5)
 
@@ -236,7 +259,7 @@ def test_ssmax_multiplies_queries_as_mistral_large_4():
 # ---- memory, precision, decoding, weights ----
 
 
-@pytest.mark.parametrize("pos", [p for p in REFERENCES if p != "cope"])
+@pytest.mark.parametrize("pos", [*(p for p in REFERENCES if p not in KNOBS), "pope"])
 def test_no_mask_is_made_for_a_whole_text(pos, monkeypatch):
     """So the memory is linear in T, as that of the fused kernels."""
     model, tokens = model_with(pos), random_tokens()
@@ -272,7 +295,7 @@ def test_gates_are_computed_in_float32_under_autocast():
 
 
 @pytest.mark.parametrize("change", [NO_CHANGE, ContextChange(window=5, always_visible=1)])
-@pytest.mark.parametrize("pos", [*REFERENCES, "kerple", "fire"])
+@pytest.mark.parametrize("pos", [*REFERENCES, *OTHERS])
 def test_several_new_tokens_at_once_continue_a_cache(pos, change):
     """One by one, with every scaling method: tests/test_sample.py."""
     model, x, cache = model_with(pos), random_tokens(2, 20), Cache()
@@ -283,7 +306,7 @@ def test_several_new_tokens_at_once_continue_a_cache(pos, change):
 
 # ---- in layer schedules ----
 
-IN_SCHEDULES = [*REFERENCES, "kerple", "fire", "alibi", "t5_bias", "rope", "learned", "sinusoidal"]
+IN_SCHEDULES = [*REFERENCES, *OTHERS, "alibi", "t5_bias", "rope", "learned", "sinusoidal"]
 
 
 @pytest.mark.parametrize("pos", IN_SCHEDULES)
@@ -307,7 +330,7 @@ def test_in_mixed_layers_cached_decoding_equals_a_full_forward(pos, layers):
         assert (torch.cat(parts, 1) - model(tokens)).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("pos", ["kerple", "fire", "cope", "t5_bias"])
+@pytest.mark.parametrize("pos", ["kerple", "fire", "cope", "path", "t5_bias"])
 def test_masks_are_made_for_a_block_of_queries_at_a_time(pos, monkeypatch):
     plain, sizes = attention.attend_masked, []
 
@@ -325,7 +348,7 @@ def test_masks_are_made_for_a_block_of_queries_at_a_time(pos, monkeypatch):
 # ---- parameters ----
 
 
-@pytest.mark.parametrize("pos", [*REFERENCES, "kerple", "fire"])
+@pytest.mark.parametrize("pos", [*REFERENCES, *OTHERS])
 def test_all_parameters_learn_and_are_restored(pos):
     cfg = train_settings(f"pos={pos}", *SMALL)
     model = gpt.build(cfg, 50)
@@ -395,7 +418,7 @@ def test_a_longer_context_in_fine_tuning_leaves_the_threshold_of_fire_as_it_is(h
     assert checkpoint.load(Path("runs/b"))["cfg"].pos["context"] == 64
 
 
-@pytest.mark.parametrize("pos", [*REFERENCES, "kerple", "fire"])
+@pytest.mark.parametrize("pos", [*REFERENCES, *OTHERS])
 def test_weights_in_bfloat16_leave_the_encoding_in_float32(pos):
     """As eval.py stores them: sums over thousands of gates and FIRE's MLP would otherwise be rounded, or fail."""
     model = model_of(pos).float().eval()

@@ -81,6 +81,34 @@ def test_cope_equals_x_transformers(given: dict[str, Any], want: Tensor):
     check(Layer(given, "cope", f"pos.positions={given['positions']}", table=table).output(), want)
 
 
+@frozen("pope")
+def test_pope_equals_x_transformers(given: dict[str, Any], want: Tensor):
+    """Some of the biases are outside of -2 pi .. 0, where they are clamped."""
+    check(Layer(given, "pope", delta=8 * wave(10, given["H"], given["D"]) - 3).output(), want)
+
+
+@frozen("path")
+def test_path_equals_flash_linear_attention(given: dict[str, Any], want: Tensor):
+    """The query heads that share keys have the same w and beta, as theirs."""
+    H, G, D, rank = (given[key] for key in ("H", "G", "D", "rank"))
+    up, b, c = wave(12, G * D, rank), wave(13, G, H * D), wave(14, G)
+    factors = {"down.weight": wave(11, rank, H * D), "up.weight": up.repeat(H, 1)}
+    factors |= {"beta.weight": b.repeat(H, 1), "beta.bias": c.repeat(H)}
+    check(Layer(given, "path", f"pos.rank={rank}", **factors).output(), want)
+
+
+@frozen("resonance")
+def test_resonance_equals_its_authors(given: dict[str, Any], want: Tensor):
+    """The sines at position 1, of the angles 2 pi / wavelength. They have beta_fast=2."""
+    sizes = ("model.n_heads=1", f"model.width={given['D']}", f"ctx={given['L']}", f"batch_tokens={given['L']}")
+    encoding = encoding_of("rope_resonance", *sizes)
+    trained = TrainedContext("rope_resonance", given["L"], encoding.inv_freq)
+    yarn = resolve({"kind": "yarn", "factor": given["factor"], "beta_fast": 2.0}, trained, 256, 256)
+    for change, wavelengths in zip((NO_CHANGE, yarn), want, strict=True):
+        _, sin = encoding.prepare(torch.tensor([1]), change).q
+        check(sin[0] / change.attention_factor, (2 * math.pi / wavelengths).sin())
+
+
 def bias(pos: str, given: dict[str, Any], knobs: list[str], parameters: dict[str, Tensor]) -> Tensor:
     """[H, T, T], and 0 where the key is after the query."""
     encoding, positions = encoding_of(pos, "model.n_heads=2", *knobs).double(), torch.arange(given["T"])

@@ -68,6 +68,40 @@ def cope(file: Path, positions: int, T: int, H: int, G: int, D: int) -> Tensor:
     return ((scores + module(q, scores)).softmax(-1) @ v)[0].transpose(0, 1)
 
 
+def pope(file: Path, T: int, H: int, G: int, D: int) -> Tensor:
+    einops = importlib.import_module("einops")
+    given = {"Module": nn.Module, "arange": torch.arange, "cat": torch.cat, "rearrange": einops.rearrange}
+    code = definitions(file, "PolarEmbedding", "apply_polar_pos_emb", autocast=torch.amp.autocast, **given)
+    x, weight = projection(T, H, G, D)
+    q, k, v = (x @ weight.T).view(1, T, H + 2 * G, D).transpose(1, 2).split((H, G, G), dim=1)
+    module = code.PolarEmbedding(D, H)
+    module.learned_bias.data = 8 * wave(10, H, 1, D) - 3
+    freqs, bias = module(torch.arange(T))
+    q, k = code.apply_polar_pos_emb(q, freqs), code.apply_polar_pos_emb(k.expand(-1, H, -1, -1), freqs + bias)
+    y = F.scaled_dot_product_attention(q, k, v.expand(-1, H, -1, -1), is_causal=True, scale=D**-0.5)
+    return y[0].transpose(0, 1)
+
+
+def path(file: Path, chunk: int, rank: int, T: int, H: int, G: int, D: int) -> Tensor:
+    einops = importlib.import_module("einops")
+    x, weight = projection(T, H, G, D)
+    heads = (x @ weight.T).view(1, T, H + 2 * G, D).split((H, G, G), dim=2)
+    w = F.normalize((x @ wave(11, rank, H * D).T @ wave(12, G * D, rank).T).view(1, T, G, D), dim=-1)
+    beta = 2 * (x @ wave(13, G, H * D).T + wave(14, G)).sigmoid()[None]
+    code = definitions(file, "naive_path_attn", rearrange=einops.rearrange)
+    return code.naive_path_attn(*heads, w, beta, torch.zeros(1, T, H), scale=D**-0.5, chunk_size=chunk)[0]
+
+
+def resonance(file: Path, D: int, L: int, factor: float) -> Tensor:
+    """The wavelengths in tokens, without scaling and with YaRN."""
+    names = ("ResonanceRotaryEmbedding", "ResonanceYaRNScaledRotaryEmbedding")
+    code = definitions(file, *names, repeat=importlib.import_module("einops").repeat)
+    utils = ("find_correction_dim", "find_correction_range", "linear_ramp_mask", "get_mscale")
+    vars(code).update(vars(definitions(file.with_name("rotary_utils.py"), *utils)))
+    modules = code.ResonanceRotaryEmbedding(D, L), code.ResonanceYaRNScaledRotaryEmbedding(D, L, scaling_factor=factor)
+    return torch.stack([module.r_wavelengths for module in modules])
+
+
 def kerple(file: Path, T: int, p: list[float], a: list[float]) -> Tensor:
     args = SimpleNamespace(num_attention_heads=len(p), pos_emb="", noise_seq_length=0, params_dtype=torch.float64)
     with mock.patch("torch.cuda.current_device", return_value="cpu"):
@@ -162,6 +196,13 @@ CASES: list[tuple[Any, str, dict[str, Any]]] = [
     ),
     (dual_chunk, CHUNKS, {"L": 16, "local": 7, "unscaled": 20, "T": 20, **HEADS}),
     (dual_chunk, CHUNKS, {"L": 16, "local": None, "unscaled": 16, "T": 24, **HEADS}),
+    (pope, "lucidrains/x-transformers/x_transformers/x_transformers.py", {"T": 12, **HEADS}),
+    (path, "fla-org/flash-linear-attention/fla/ops/path_attn/naive.py", {"chunk": 8, "rank": 3, "T": 20, **HEADS}),
+    (
+        resonance,
+        "sheryc/resonance_rope/src/models/components/positional_embedding/rotary_resonance.py",
+        {"D": 32, "L": 64, "factor": 4.0},
+    ),
 ]
 
 
