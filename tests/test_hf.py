@@ -292,6 +292,7 @@ REFUSED = {
     "pos=alibi": "pos.kind=alibi: must be rope, none to be exported",
     "pos=rope_partial": "pos.rotary_fraction=0.25: must be 1.0 to be exported",
     "attention=linear": "attention=linear: must be softmax to be exported",
+    "model.attention_gate=element model=qwen3": "model.attention_gate=element: cannot be exported; the most similar",
     "scaling=ntk plus=logn": "plus=['logn']: must be [] to be exported",
     "model=neox model.n_heads=2": "model.residual=parallel: cannot be exported; the most similar family is starcoder2",
     "model=cohere2": "layers=uniform (it has other layers): cannot be exported; the most similar family is cohere2",
