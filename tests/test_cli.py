@@ -94,6 +94,7 @@ REFUSED = {
         layers=olmo3 layers.last=Q | layers=olmo3 layers.L=3 | layers=olmo3 +layers.L.windows=3 -> layers.L:
         layers=olmo3 layers.L.window=0 | layers=olmo3 layers.L.window=1.5 | layers=olmo3 layers.L.window=wide
         layers=olmo3 layers.G.sinks=2 | layers=olmo3 layers.L.scaled=3 | layers=olmo3 layers.L.base=0.5
+        layers=gemma4 layers.G.rotary_fraction=2 | layers=gemma4 layers.G.pos=xpos -> layers.G.rotary_fraction=0.25
         layers=olmo3 layers.G.base=500 pos=alibi -> layers.G.base=500
         layers=olmo3 layers.L.pos=ropes | layers=olmo3 layers.L.pos=learned
         layers=olmo3 layers.L.pos=alibi layers.G.pos=none -> pos=rope
