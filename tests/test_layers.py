@@ -149,6 +149,7 @@ def test_the_layers_of_each_kind_are_those_of_transformers(n_layers):
     for name, letter, layers in (
         ("gemma3", "L", theirs("Gemma3Text")),
         ("gemma4", "L", theirs("Gemma4Text")),
+        ("gpt_oss", "L", theirs("GptOss")),
         ("olmo3", "L", theirs("Olmo3")),
         ("olmo3", "L", theirs("Cohere2")),
         ("smollm3", "R", theirs("SmolLM3", "no_rope_layers")),
@@ -217,6 +218,30 @@ def test_irope_has_the_rotation_the_temperature_and_the_layers_of_llama_4():
         with torch.inference_mode():
             want, got = theirs(tokens[:, :n]).logits, model(tokens[:, :n])
             assert ((got - want).abs().max() < 1e-4) == equal and want.abs().max() > 1
+
+
+def test_gpt_oss_has_the_sinks_the_windows_and_the_yarn_of_transformers():
+    """Attention alone: instead of its experts and of our MLP there are zeros."""
+    t, given = import_or_skip("transformers"), [*LLAMA, "layers=gpt_oss", "model.qkv_bias=true", "model.out_bias=true"]
+    settings = train_settings(*SMALL, *given)
+    model = model_of(settings.pos["kind"], *given)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p += torch.randn(p.shape) if p.dim() == 1 else 0  # biases and sinks
+            p *= "mlp.down" not in name
+    yarn = {"factor": 3.0, "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False}
+    rope = {**SIZES["rope_parameters"], **yarn, "rope_type": "yarn", "original_max_position_embeddings": L}
+    sizes = {**SIZES, "head_dim": 8, "sliding_window": 16, "num_local_experts": 1, "rope_parameters": rope}
+    theirs = t.GptOssForCausalLM(t.GptOssConfig(**sizes)).double().eval()
+    for layer in theirs.model.layers:
+        layer.mlp.forward = lambda x: (torch.zeros_like(x), None)
+    sinks = {f"model.layers.{i}.self_attn.sinks": b.attention.content.logit for i, b in enumerate(model.blocks)}
+    ours = {name: x for name, x in model.state_dict().items() if ".mlp." not in name and ".content." not in name}
+    theirs.load_state_dict(theirs.state_dict() | from_ours(LLAMA_WEIGHTS, settings.model, ours) | sinks)
+    trained, tokens = gpt.trained_context(settings, model.pos), random_tokens(2, 3 * L)
+    with torch.inference_mode():
+        want, got = theirs(tokens).logits, model(tokens, change=scaling({"kind": "yarn", **yarn}, trained, 3 * L))
+        assert (got - want).abs().max() < 1e-4 and want.abs().max() > 1
 
 
 # ---- scaling, of each kind of layer ----
