@@ -21,6 +21,7 @@ class TypeSettings:
 
     pos: str | None = None  # the name of an encoding; None: that of the run's pos=
     base: float | None = None  # in place of the encoding's own
+    rotary_fraction: float | None = None  # likewise
     window: float | None = None  # in tokens if it is a whole number, else a fraction of ctx
     sinks: int = 0
     scaled: bool = True
@@ -87,16 +88,18 @@ def resolve_type(letter: str, given: Any, ctx: int, pos: dict[str, Any]) -> Laye
 
 def encoding_knobs(setting: str, values: TypeSettings, ctx: int, pos: dict[str, Any]) -> dict[str, Any] | None:
     """The knobs of a type's encoding; None for those of the run."""
-    name, base = values.pos, values.base
+    name, own = values.pos, {"base": values.base, "rotary_fraction": values.rotary_fraction}
+    own = {knob: value for knob, value in own.items() if value is not None}
     if name is not None:
         check(name in choices("pos"), f"{setting}.pos", name, f"null or one of {', '.join(choices('pos'))}")
         knobs = OmegaConf.create({"ctx": ctx, "knobs": yaml_values("pos", name)})  # may refer to ${ctx}
         pos = typing.cast(dict[str, Any], OmegaConf.to_container(knobs.knobs, resolve=True))
-    if base is None:
-        return pos if name else None
-    check("base" in pos, f"{setting}.base", base, f"null: pos={yaml_name('pos', pos)} has no base")
-    check(base >= 1, f"{setting}.base", base, "at least 1")
-    return {**pos, "base": base}
+    for knob, value in own.items():
+        check(knob in pos, f"{setting}.{knob}", value, f"null: pos={yaml_name('pos', pos)} has no {knob}")
+    check(own.get("base", 1) >= 1, f"{setting}.base", values.base, "at least 1")
+    ok = 0 < own.get("rotary_fraction", 1) <= 1
+    check(ok, f"{setting}.rotary_fraction", values.rotary_fraction, "above 0 and at most 1")
+    return {**pos, **own} if name or own else None
 
 
 def window_in_tokens(setting: str, window: float | None, ctx: int) -> int | None:

@@ -44,10 +44,15 @@ def _group(group: str) -> dict[str, dict]:
 def yaml_name(group: str, knobs: dict[str, Any]) -> str:
     """The name of the yaml with the fewest differences from knobs, among those of their kind (rope, rope_partial).
 
-    That is the name the user typed, unless other settings made it equal to another yaml of the same kind.
+    That is the name the user typed, unless other settings made it equal to another yaml of the same kind. Of several
+    the one with the name of the kind, else the one with most knobs: rope_proportional before rope_partial.
     """
-    different = {k: len(_differences(knobs, v)) for k, v in _group(group).items() if v["kind"] == knobs["kind"]}
-    return min(different, key=lambda name: (different[name], name != knobs["kind"]), default=knobs["kind"])
+    order = {
+        name: (len(_differences(knobs, values)), name != knobs["kind"], -len(values))
+        for name, values in _group(group).items()
+        if values["kind"] == knobs["kind"]
+    }
+    return min(order, key=lambda name: order[name], default=knobs["kind"])
 
 
 def describe(group: str, knobs: dict[str, Any]) -> str:

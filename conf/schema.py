@@ -57,6 +57,7 @@ SHARE = Rule(lambda x: 0 <= x <= 1, "between 0 and 1")
 MOMENTUM = Rule(lambda x: 0 <= x < 1, "at least 0 and less than 1")
 TEMPERATURE = Rule(lambda x: x == 0 or x >= 0.001, "0 or at least 0.001")  # logits are divided by it, in float32
 DECODE = one_of("exact", "rebased")
+GATE = one_of("none", "head", "element")
 RESIDUAL = one_of("serial", "serial_post", "serial_both", "parallel", "parallel_shared")
 LENGTHS = Rule(
     lambda x: x != [] and all(has_type(n, int) and n >= 1 for n in (x if isinstance(x, list) else [x])),
@@ -117,6 +118,7 @@ class ModelConfig:
     qk_norm_weight: bool = setting(False, "and multiply by a weight for each of its dimensions, as Qwen3")
     qk_norm_all_heads: bool = setting(False, "by the root mean square of all heads together, as OLMo 2")
     attention_softcap: float | None = setting(None, "c: scores become c tanh(score / c), as in Gemma 2", above(0))
+    attention_gate: str = setting("none", "multiply each head, or element, by sigmoid(W x) before the output", GATE)
     logit_softcap: float | None = setting(None, "c: logits become c tanh(logit / c), as in Gemma 2", above(0))
     qkv_bias: bool = setting(False, "biases of the projections to q, k and v")
     out_bias: bool = setting(False, "a bias of the attention's output")

@@ -16,7 +16,7 @@ from conf.errors import check
 from conf.schema import ModelConfig, TrainConfig
 from hf import weights
 from hf.checkpoint import Config, Keys
-from hf.positions import PositionRule, read_positions
+from hf.positions import ROPE_TYPES, PositionRule, read_positions
 from hf.weights import Table, Take
 
 # hidden_act -> model.mlp, without and with a gate. Of several names for one function, the first is written.
@@ -191,6 +191,8 @@ FAMILIES = {
         | {"qkv_bias": False, "use_parallel_residual": False},
         names={**LAYER_NORM, "qkv_bias": "use_qkv_bias"},
         model={**LAYER, "residual": "parallel_shared"},
+        # In transformers it fails with the type proportional
+        positions=PositionRule(types={name: name for name in ROPE_TYPES if name != "proportional"}),
     ),
     "gpt_neox": Family(
         weights.NEOX,

@@ -23,6 +23,7 @@ COMPUTED = dict.fromkeys(("factor", "attention_factor"), float | None)  # from o
 # Rope type -> our scaling method, and its parameters with the values of absent ones, as hf/checkpoint.py describes them
 ROPE_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "default": ("none", {}),
+    "proportional": ("none", {}),  # an encoding: rope_proportional
     "linear": ("pi", {"factor": float}),
     "dynamic": ("dynamic_hf", {"factor": float}),
     "yarn": ("yarn", COMPUTED | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}),
@@ -180,28 +181,31 @@ def read_rope(
     name = nested["rope_type"] or nested["type"] or "default"
     parameters.check(name in rule.types, "rope_type", name, f"not supported: must be one of {', '.join(rule.types)}")
     rope_type, longest = rule.types[name], c.settings["max_position_embeddings"]
-    dim = rotary_dim(c, parameters, D)
+    proportional = {"proportional": True} if rope_type == "proportional" else {}
+    dim = rotary_dim(c, parameters, D, bool(proportional))
     L = pretrained_ctx(c, parameters, rope_type, rule, train_ctx)
     knobs = scaling_knobs(parameters, rope_type, longest, L)
     temper = parameters.read(TEMPER if rule.tempered else {})
     parameters.finish(off=(None,))
     theta = nested["rope_theta"] or base
     pos = {"kind": "rope", "base": float(theta), "interleaved": rule.interleaved, "rotary_fraction": dim / D}
+    pos |= proportional
     if temper:
         tempered = {"amount": temper["llama_4_scaling_beta"], "every": L}
         pos = {"kind": "rope_tempered", "base": float(theta), "interleaved": rule.interleaved, **tempered}
     return PositionSettings(pos, knobs, L, max(L, round(L * knobs["factor"]) if rope_type == "linear" else longest))
 
 
-def rotary_dim(c: Config, parameters: Config, D: int) -> int:
+def rotary_dim(c: Config, parameters: Config, D: int, proportional: bool) -> int:
     """How many dimensions of a head of width D are rotated. UserError if it is no even number of them."""
     key, value = "rotary_dim", c.settings.get("rotary_dim", D)
     dim, place = value, c
-    if "partial_rotary_factor" in c.settings:
+    if "partial_rotary_factor" in c.settings or proportional:
         key = "partial_rotary_factor"
         nested = parameters.read({key: float | None})[key]  # where transformers 5 has it
-        place, value = (c, c.settings[key]) if nested is None else (parameters, nested)
+        place, value = (c, c.settings.get(key, 1.0)) if nested is None else (parameters, nested)
         dim = int(D * min(value, LARGEST))
+        dim -= dim % 2 if proportional else 0  # the rope type rounds the pairs down
     ok = dim and dim % 2 == 0 and dim <= D
     place.check(ok, key, value, f"rotates {dim} of {D} dimensions: must be even, and at most all of them")
     return dim
@@ -216,7 +220,7 @@ def pretrained_ctx(c: Config, parameters: Config, rope_type: str, rule: Position
     if original is None and rope_type == "longrope":
         original = rule.longrope_ctx
     # With the other rope types max_position_embeddings is the extended context
-    L = longest if rope_type in ("default", "dynamic") else original
+    L = longest if rope_type in ("default", "proportional", "dynamic") else original
     either = f"max_position_embeddings={longest} may be the context it was trained at or the one it was extended to"
     L = known_ctx(L, train_ctx, str(c.refuse(parameters.prefix.rstrip("."), rope_type, either)))
     place.check(original in (None, L), key, original, f"must be {L}")
@@ -256,7 +260,7 @@ WRITTEN_AS = {"none": "default", "pi": "linear", "yarn": "yarn", "llama3": "llam
 OTHER_BASE = ("ntk", "dynamic_ntk", "dynamic_hf")  # a run keeps the scaling of its trained length: another base
 # Setting -> the values that can be written
 EXPRESSIBLE: dict[str, tuple] = {"attention": ("softmax",), "scaling": (*WRITTEN_AS, *OTHER_BASE), "plus": ([],)}
-EXPRESSIBLE |= {"pos.kind": ("rope", "none"), "pos.rotary_fraction": (1.0,), "pos.proportional": (False,)}
+EXPRESSIBLE |= {"pos.kind": ("rope", "none"), "pos.rotary_fraction": (1.0,)}
 
 
 class Layer(NamedTuple):
@@ -275,6 +279,10 @@ def layers_of(cfg: TrainConfig, expressible: Mapping[str, tuple] = EXPRESSIBLE) 
         pos, scaling = layer_type.pos or cfg.pos, cfg.scaling if layer_type.scaled else NONE
         settings = {"attention": cfg.attention, "plus": cfg.plus, "scaling": scaling["kind"]}
         settings |= {f"pos.{key}": value for key, value in pos.items()}
+        if pos.get("proportional"):  # a rope type of its own, so without scaling
+            share, D = settings.pop("pos.rotary_fraction", 1.0), cfg.model.head_width
+            check(share * D % 2 == 0, "pos.rotary_fraction", share, f"pairs of head_dim={D} to be exported")
+            check(scaling == NONE, "scaling", scaling["kind"], "none with a proportional rotation to be exported")
         for setting, right in expressible.items():
             value = settings.get(setting, right[0])
             check(value in right, setting, value, f"{', '.join(map(str, right))} to be exported")
@@ -295,7 +303,7 @@ def rope_parameters(pos: dict, scaling: dict, change: ContextChange, L: int) -> 
         assert change.inv_freq is not None
         D = 2 * len(change.inv_freq)
         return {"rope_theta": pos["base"] * change.factor ** (D / (D - 2)), "rope_type": "default"} | partial
-    rope_type = WRITTEN_AS[kind]
+    rope_type = "proportional" if pos.get("proportional") else WRITTEN_AS[kind]
     knobs = {**scaling, "factor": change.factor, "attention_factor": change.attention_factor}
     written = {"rope_theta": float(pos["base"]), "rope_type": rope_type, **partial}
     for name in ROPE_TYPES[rope_type][1]:

@@ -87,7 +87,7 @@ class Heads:
 
 
 class Attention(nn.Module):
-    """A causal self-attention layer: projections, QK-norm, rotation, attention, output projection."""
+    """A causal self-attention layer: projections, QK-norm, rotation, attention, gate, output projection."""
 
     def __init__(self, cfg: ModelConfig, linear: bool, content: nn.Module | None = None):
         """linear: linear attention (model/linear_attention.py) in place of softmax.
@@ -102,6 +102,9 @@ class Attention(nn.Module):
         self.qk_norms = nn.ModuleList(norms)  # of q and of k (Henry et al. 2020, arXiv 2010.04245)
         self.qkv = nn.Linear(cfg.width, (self.H + 2 * self.G) * self.D, bias=cfg.qkv_bias)
         self.out = nn.Linear(self.H * self.D, cfg.width, bias=cfg.out_bias)
+        # Of each head, or of each of its elements (Qiu et al. 2025, arXiv 2505.06708)
+        gates = {"none": 0, "head": self.H, "element": self.H * self.D}[cfg.attention_gate]
+        self.gate = nn.Linear(cfg.width, gates, bias=False) if gates else None
         self.content = content
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
@@ -122,7 +125,10 @@ class Attention(nn.Module):
             y = attend(heads, where.encoding, where.positions, where.change)  # [B, H, S, D]
         else:
             y = self.content(x, heads, where)
-        return self.out(y.transpose(1, 2).flatten(2))
+        y = y.transpose(1, 2)  # [B, S, H, D]
+        if self.gate is not None:
+            y = y * self.gate(x[:, -S:]).sigmoid().unflatten(-1, (self.H, -1))  # [B, S, H, 1 or D]
+        return self.out(y.flatten(2))
 
     def split(self, qkv: Tensor) -> tuple[Tensor, ...]:
         """[B, T, H + 2 G, D] -> q [B, T, H, D], k and v [B, T, G, D]"""

@@ -267,6 +267,8 @@ def build_encoding(cfg: TrainConfig) -> Encoding:
         raise UserError("model.qk_norm=True: attention=linear has no use for it")
     if cfg.attention == "linear" and m.attention_softcap is not None:
         raise UserError(f"model.attention_softcap={m.attention_softcap}: attention=linear has no scores to cap")
+    if cfg.attention == "linear" and m.attention_gate != "none":
+        raise UserError(f"model.attention_gate={m.attention_gate}: must be none with attention=linear")
     if cfg.attention == "linear" and (encoding.has_bias or encoding.sees_content):
         raise UserError(f"attention=linear: has no scores that pos={yaml_name('pos', cfg.pos)} could change")
     return encoding

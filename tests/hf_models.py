@@ -42,6 +42,7 @@ def rope_types(pairs: int) -> dict[str, dict]:
     yarn = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, **trained}
     return {
         "default": {},
+        "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
         "linear": {"rope_type": "linear", "factor": 4.0},
         "dynamic": {"rope_type": "dynamic", "factor": 2.0},
         "yarn": yarn,

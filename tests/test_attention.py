@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from engine.optimizer import make_optimizers
+from hf.weights import LLAMA as LLAMA_WEIGHTS, from_ours
 from model import attention, masks
-from model.attention import Heads, attend_blocks
+from model.attention import Cache, Heads, attend_blocks
 from model.regions import Clipped
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
 from tests import helpers
@@ -118,6 +120,44 @@ def test_alibi_without_a_mask_equals_alibi_with_one(dtype, tolerance):
         mask = encoding.bias(p, p).double().masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
         want = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=mask[None])
     assert (got.double() - want).abs().max() < tolerance
+
+
+# ---- the output gate ----
+
+
+def test_the_gate_of_elements_equals_qwen3_next():
+    """transformers' model with full attention in all layers and no experts; its norms multiply by 1 + weight."""
+    t = helpers.import_or_skip("transformers")
+    sizes = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 256, "num_experts": 0}
+    rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0}
+    config = t.Qwen3NextConfig(**sizes, layer_types=["full_attention"] * 2, rope_parameters=rope)
+    settings = ["model=qwen3", "model.head_dim=16", "model.tied_head=false", "model.mlp_width=256", "pos.base=100"]
+    model = model_of("rope", *settings, "model.attention_gate=element")
+    table = LLAMA_WEIGHTS._replace(layer=LLAMA_WEIGHTS.layer | {"attention.gate": "self_attn.gate"})
+    state = from_ours(table, helpers.train_settings(*helpers.SMALL, *settings).model, model.state_dict())
+    for name in [name for name in state if name.endswith("q_proj.weight")]:  # q and gate of a head together
+        q, gate = (x.unflatten(0, (4, 16)) for x in (state[name], state.pop(name.replace("q_proj", "gate"))))
+        state[name] = torch.cat((q, gate), dim=1).flatten(0, 1)
+    theirs = t.Qwen3NextForCausalLM(config).double().eval()
+    theirs.load_state_dict({name: x - 1 if "norm" in name else x for name, x in state.items()})
+    with torch.inference_mode():
+        want = theirs(random_tokens()).logits
+        assert (model(random_tokens()) - want).abs().max() < 1e-5 and want.abs().max() > 1
+
+
+@pytest.mark.parametrize("pos", ["rope", "fox", "cope"])
+def test_a_gate_of_a_head_is_that_of_its_elements(pos):
+    """Also with a cache, beside an encoding that sees content, in layers with windows. Muon trains it."""
+    head, element = (model_of(pos, "layers=olmo3", f"model.attention_gate={gate}") for gate in ("head", "element"))
+    gates = {name: x for name, x in head.state_dict().items() if ".attention.gate." in name}
+    element.load_state_dict(head.state_dict() | {name: x.repeat_interleave(16, 0) for name, x in gates.items()})
+    tokens, cache = random_tokens(), Cache()
+    with torch.inference_mode():
+        parts = [head.last_logits(part, part.shape[1], NO_CHANGE, cache) for part in tokens.split([13, 1, 10], dim=1)]
+        assert (torch.cat(parts, 1) - element(tokens)).abs().max() < 1e-6
+    _, muon = make_optimizers(head, helpers.train_settings().optim)
+    assert {gate.data_ptr() for gate in gates.values()} <= {p.data_ptr() for p in muon.param_groups[0]["params"]}
 
 
 # ---- scaling methods that change scores ----

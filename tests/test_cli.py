@@ -81,6 +81,7 @@ REFUSED = {
         model.norm_bias=false -> model.norm_bias=False | model.head_bias=true -> model.head_bias=True
         attention=linear model.qk_norm=true -> model.qk_norm=True | pos=alibi attention=linear
         attention=linear model.attention_softcap=9 -> model.attention_softcap=9.0 | model.logit_softcap=0
+        attention=linear model.attention_gate=head
         pos=rope_tempered pos.amount=-1 | pos=rope_tempered pos.every=0
         pos=learned pos.max_positions=32 | pos=xpos pos.gamma=0 | pos=t5_bias pos.buckets=1
         pos=t5_bias pos.max_distance=9 | batch_tokens=10000000 ctx=10000000 | shard=true -> shard=True
@@ -94,6 +95,7 @@ REFUSED = {
         layers=olmo3 layers.last=Q | layers=olmo3 layers.L=3 | layers=olmo3 +layers.L.windows=3 -> layers.L:
         layers=olmo3 layers.L.window=0 | layers=olmo3 layers.L.window=1.5 | layers=olmo3 layers.L.window=wide
         layers=olmo3 layers.G.sinks=2 | layers=olmo3 layers.L.scaled=3 | layers=olmo3 layers.L.base=0.5
+        layers=gemma4 layers.G.rotary_fraction=2 | layers=gemma4 layers.G.pos=xpos -> layers.G.rotary_fraction=0.25
         layers=olmo3 layers.G.base=500 pos=alibi -> layers.G.base=500
         layers=olmo3 layers.L.pos=ropes | layers=olmo3 layers.L.pos=learned
         layers=olmo3 layers.L.pos=alibi layers.G.pos=none -> pos=rope

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.reference
 def cases() -> list[tuple[str, str]]:
     few = {family: ["default", "longrope"] for family in CASES if family.startswith(("phi3", *reading.VARIANTS))}
     few |= {family: ["default"] for family in CASES if family.startswith(reading.NO_ROPE_TYPES)}
-    return [(f, r) for f in CASES for r in few.get(f, reading.rope_types(1))]
+    return [(f, r) for f in CASES for r in few.get(f, reading.rope_types(1)) if (f, r) != ("stablelm", "proportional")]
 
 
 @pytest.mark.parametrize("family, rope_type", cases())
@@ -196,7 +196,9 @@ EXPORTED = {
     "model=qwen3 model.n_kv_heads=1 layers=olmo3": "qwen3",
     "model=olmo3": "olmo2",
     f"model=olmo3 layers=olmo3 {YARN}": "olmo3",
+    "model=llama pos=rope_proportional": "llama",
     "model=gemma3": "gemma3_text",
+    "model=gemma3 layers=gemma4": "gemma3_text",
     "model=gemma3 layers=gemma3": "gemma3_text",
     "model=gemma3 layers=gemma3 scaling=ntk model.tied_head=false model.qk_norm_weight=false": "gemma3_text",
     "model=llama model.n_layers=4 layers=smollm3": "smollm3",
@@ -291,7 +293,10 @@ def test_exported_tokens_equal_ours(model, here, monkeypatch):
 REFUSED = {
     "pos=alibi": "pos.kind=alibi: must be rope, none to be exported",
     "pos=rope_partial": "pos.rotary_fraction=0.25: must be 1.0 to be exported",
+    "pos=rope_proportional pos.rotary_fraction=0.2": "pos.rotary_fraction=0.2: must be pairs of head_dim=32",
+    "pos=rope_proportional scaling=pi": "scaling=pi: must be none with a proportional rotation",
     "attention=linear": "attention=linear: must be softmax to be exported",
+    "model.attention_gate=element model=qwen3": "model.attention_gate=element: cannot be exported; the most similar",
     "scaling=ntk plus=logn": "plus=['logn']: must be [] to be exported",
     "model=neox model.n_heads=2": "model.residual=parallel: cannot be exported; the most similar family is starcoder2",
     "model=cohere2": "layers=uniform (it has other layers): cannot be exported; the most similar family is cohere2",

@@ -253,7 +253,7 @@ TYPES = ["full_attention", "sliding_attention", *["full_attention"] * 3]
             {**rope(full_attention=YARN, sliding_attention={**YARN, "factor": 2.0}), "layer_types": TYPES},
             "full_attention and sliding_attention have different scalings",
         ),
-        ("llama", rope(rope_type="proportional"), "rope_type=proportional: not supported: must be one of"),
+        ("stablelm", rope(rope_type="proportional"), "rope_type=proportional: not supported: must be one of"),
         ("llama", rope(rope_type="dynamic", factor=2.0, alpha=1), "rope_parameters.alpha=1: not supported"),
         ("llama", rope(rope_type="dynamic"), "rope_parameters.factor=None: must be a number of at least 1"),
         ("llama", rope(rope_type="linear", factor=2.0), "may be the context it was trained at or the one it was"),

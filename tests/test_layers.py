@@ -16,10 +16,12 @@ from model.scaling import NO_CHANGE, ContextChange, NotApplicable, TrainedContex
 from tests.helpers import SMALL, import_or_skip, model_of, random_tokens, train_settings
 
 L = 32  # of model_of
+QUARTER = "quarter"  # base 1,000,000, but only the fastest quarter of the pairs rotates
 TEMPERED = "tempered"  # no rotation, but Llama 4's temperature
 # What each layer of four does: (base, window). Written here by hand, from the papers and from transformers
 FOUR_LAYERS: dict[str, list[tuple[float | str | None, int | None]]] = {
     "gemma3": [(10_000.0, 8)] * 3 + [(1_000_000.0, None)],
+    "gemma4": [(10_000.0, 8)] * 3 + [(QUARTER, None)],
     "olmo3": [(10_000.0, 16)] * 3 + [(10_000.0, None)],
     "swan": [(None, None)] + [(10_000.0, 16)] * 3,
     "irope": [(10_000.0, 32)] * 3 + [(TEMPERED, None)],
@@ -84,9 +86,10 @@ def frequencies(base: float) -> Tensor:
 
 def expected_layers(name: str, T: int) -> list[dict[str, Any]]:
     """The layers of FOUR_LAYERS for `reference`."""
+    of_base = {QUARTER: frequencies(1_000_000.0) * (torch.arange(8) < 2)}
     llama4 = {"factor": 1 + 0.1 * torch.log(1 + torch.floor((torch.arange(T, dtype=torch.float64) + 1) / L))}
     return [
-        {"inv_freq": frequencies(base) if isinstance(base, float) else None, "window": window}
+        {"inv_freq": frequencies(base) if isinstance(base, float) else of_base.get(base), "window": window}
         | (llama4 if base == TEMPERED else {})
         for base, window in FOUR_LAYERS[name]
     ]
@@ -145,6 +148,8 @@ def test_the_layers_of_each_kind_are_those_of_transformers(n_layers):
 
     for name, letter, layers in (
         ("gemma3", "L", theirs("Gemma3Text")),
+        ("gemma4", "L", theirs("Gemma4Text")),
+        ("gpt_oss", "L", theirs("GptOss")),
         ("olmo3", "L", theirs("Olmo3")),
         ("olmo3", "L", theirs("Cohere2")),
         ("smollm3", "R", theirs("SmolLM3", "no_rope_layers")),
@@ -215,6 +220,30 @@ def test_irope_has_the_rotation_the_temperature_and_the_layers_of_llama_4():
             assert ((got - want).abs().max() < 1e-4) == equal and want.abs().max() > 1
 
 
+def test_gpt_oss_has_the_sinks_the_windows_and_the_yarn_of_transformers():
+    """Attention alone: instead of its experts and of our MLP there are zeros."""
+    t, given = import_or_skip("transformers"), [*LLAMA, "layers=gpt_oss", "model.qkv_bias=true", "model.out_bias=true"]
+    settings = train_settings(*SMALL, *given)
+    model = model_of(settings.pos["kind"], *given)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p += torch.randn(p.shape) if p.dim() == 1 else 0  # biases and sinks
+            p *= "mlp.down" not in name
+    yarn = {"factor": 3.0, "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False}
+    rope = {**SIZES["rope_parameters"], **yarn, "rope_type": "yarn", "original_max_position_embeddings": L}
+    sizes = {**SIZES, "head_dim": 8, "sliding_window": 16, "num_local_experts": 1, "rope_parameters": rope}
+    theirs = t.GptOssForCausalLM(t.GptOssConfig(**sizes)).double().eval()
+    for layer in theirs.model.layers:
+        layer.mlp.forward = lambda x: (torch.zeros_like(x), None)
+    sinks = {f"model.layers.{i}.self_attn.sinks": b.attention.content.logit for i, b in enumerate(model.blocks)}
+    ours = {name: x for name, x in model.state_dict().items() if ".mlp." not in name and ".content." not in name}
+    theirs.load_state_dict(theirs.state_dict() | from_ours(LLAMA_WEIGHTS, settings.model, ours) | sinks)
+    trained, tokens = gpt.trained_context(settings, model.pos), random_tokens(2, 3 * L)
+    with torch.inference_mode():
+        want, got = theirs(tokens).logits, model(tokens, change=scaling({"kind": "yarn", **yarn}, trained, 3 * L))
+        assert (got - want).abs().max() < 1e-4 and want.abs().max() > 1
+
+
 # ---- scaling, of each kind of layer ----
 
 
@@ -229,6 +258,7 @@ def log_n(T: int) -> Tensor:
 CASES = [
     # Of the kinds that are scaled: the global ones
     ("gemma3", ["ntk"], {"G": {"inv_freq": ntk(1_000_000.0, 3)}}),
+    ("gemma4", ["pi"], {"G": {"inv_freq": frequencies(1_000_000.0) * (torch.arange(8) < 2) / 3}}),
     ("olmo3", ["ntk"], {"G": {"inv_freq": ntk(10_000.0, 3)}}),
     ("sssl", ["pi"], {"G": {"inv_freq": frequencies(10_000.0) / 3}}),
     ("swan", ["logn"], {"G": {"factor": log_n(96)}}),
@@ -337,4 +367,8 @@ def test_windows_are_fractions_of_ctx_or_tokens_and_the_description_names_change
     cfg = train_settings("layers=olmo3", "ctx=128", "layers.G.window=3")
     assert (cfg.layers.types["L"].window, cfg.layers.types["G"].window) == (64, 3)
     assert gpt.describe_encoding(cfg) == "pos=rope, layers=olmo3 (LLLG) L.window=64, L.scaled=False, G.window=3"
+    assert gpt.describe_encoding(train_settings("layers=gemma4", "ctx=128")) == (
+        "pos=rope, layers=gemma4 (LLLG) L.pos=rope, L.window=32, L.scaled=False, "
+        "G.pos=rope_proportional base=1000000.0 rotary_fraction=0.25"
+    )
     assert gpt.describe_encoding(train_settings()) == "pos=rope" and train_settings().layers is None

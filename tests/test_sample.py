@@ -74,7 +74,8 @@ def test_linear_attention_and_the_variants_of_softmax_attention_decode_alike(nam
     olmo2 = ["model.residual=serial_post", "model.qk_norm=true", "model.qk_norm_all_heads=true", "model.n_kv_heads=1"]
     gemma3 = ["model.residual=serial_both", "model.mlp=geglu", "model.qk_norm=true"]
     caps = ["model.attention_softcap=2", "model.logit_softcap=5", "model.n_kv_heads=1"]
-    for more in (["attention=linear"], ["model.n_kv_heads=1"], ["model.qk_norm=true"], olmo2, gemma3, caps):
+    gate = ["model.attention_gate=element", "model.residual=parallel_shared"]
+    for more in (["attention=linear"], gate, ["model.n_kv_heads=1"], ["model.qk_norm=true"], olmo2, gemma3, caps):
         model, trained = build("rope", *more)
         assert largest_difference(model, resolver(name, trained)) < 1e-3
 

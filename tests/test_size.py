@@ -12,17 +12,17 @@ from tests.source import ROOT, circle, code_lines, edges, functions, imports_of,
 # Limits, and where they are above the aim, the aim: a limit rises only with what a new feature needs
 BUDGETS = {
     "commands": 538,
-    "conf": 570,
+    "conf": 579,
     "data": 566,
     "engine": 820,
     "kernels": 338,
-    "model": 1538,
+    "model": 1545,
     "measure": 1524,
-    "hf": 1260,
+    "hf": 1269,
     "studies": 1634,
     "bench": 492,
-    "product": 9280,
-    "tests": 8388,
+    "product": 9305,
+    "tests": 8459,
 }
 AIMS = BUDGETS | {
     **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100, "studies": 1500},
