@@ -1,4 +1,4 @@
-"""SelfExtend and Dual Chunk Attention: the relative positions of every pair, written out by loops over chunks.
+"""SelfExtend, Dual Chunk Attention, STRING: the relative positions of every pair, written out by loops.
 
 tests/test_upstream.py compares with outputs of the authors' code.
 """
@@ -11,6 +11,7 @@ from model.regions import Clipped
 from model.scaling import ContextChange, TrainedContext, resolve
 from model.scaling.dual_chunk import Chunks
 from model.scaling.self_extend import Grouped
+from model.scaling.string import Shifted
 from model.spectrum import frequencies
 from tests.helpers import attention_output, dense, model_of, random_tokens, rotated_scores, yaml_values
 
@@ -50,9 +51,21 @@ def dual_chunk(s: int, c: int) -> torch.Tensor:
     return relative
 
 
+def string(S: int, W: int) -> torch.Tensor:
+    """In the order of STRING's decoding: the S nearest keys, then those before, for which the query is at m - S + W."""
+    relative = torch.zeros(T, T, dtype=torch.float64)
+    for m in range(T):
+        for n in range(max(0, m + 1 - S), m + 1):
+            relative[m, n] = m - n
+        for n in range(m + 1 - S):
+            relative[m, n] = (m - S + W) - n
+    return relative
+
+
 CASES = [
     *((Grouped(w, g), self_extend(w, g)) for w, g in ((6, 3), (6, 4), (5, 1), (1, 2), (30, 3))),
     *((Chunks(s, c), dual_chunk(s, c)) for s, c in ((5, 7), (8, 8), (6, 30), (1, 1), (24, 24))),
+    *((Shifted(S, W), string(S, W)) for S, W in ((8, 3), (12, 0), (5, 5), (1, 0), (24, 9))),
 ]
 
 
