@@ -1,10 +1,10 @@
 """STRING (An et al. 2024, arXiv 2410.18745; github.com/HKUNLP/STRING): short distances overwrite the long ones.
 
 Distances near L are rare in training: L - r pairs of a window of L tokens have the distance r. So keys at distance
-r >= S are rotated as if at distance r - S + W, also in texts of at most L tokens; the W nearest tokens stay the nearest.
+r >= S are rotated as if at distance r - S + W, also in texts of at most L tokens; the W nearest tokens stay nearest.
 The authors' code, but not the paper, also multiplies all cos and sin by 0.1 ln 2 + 1; here there is no such factor.
-Where their pass over a whole prompt counts the pair at distance S twice, their decoding and this count it once, shifted.
-Evaluation only.
+Where their pass over a whole prompt counts the pair at distance S twice, their decoding and this count it once,
+shifted. Evaluation only.
 """
 
 from dataclasses import dataclass
