@@ -7,9 +7,9 @@ exact, and the distances between are evenly compressed:
     in the middle                   s1 + (r - s1) (M - s1 - s2) / (n - s1 - s2)
     from n - s2 on                  r - n + M
 
-The paper rounds the middle down, and its code the position of each token; here nothing is rounded. rise and shift have
-to be fitted for each model. The default is the code's fit of Llama 3 in units of L, with its sizes of head and tail; this
-code has the factor on cos and sin that STRING's has (model/scaling/string.py), and here there is none. Evaluation only.
+The paper rounds the middle down, and its code the position of each token; here nothing is rounded. rise and shift
+have to be fitted for each model: the default is the code's fit of Llama 3 in units of L, with its sizes of head and
+tail. The code has STRING's factor on cos and sin (model/scaling/string.py); here there is none. Evaluation only.
 """
 
 from dataclasses import dataclass
