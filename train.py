@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from conf.errors import UserError, check
 from conf.registry import describe as describe_knobs
 from conf.schema import SampleConfig, TrainConfig
 from data import corpus as corpora
-from data.batches import batch, cut_rows, row_length, training_positions
+from data.batches import PARTS, batch, cut_rows, row_length, training_positions
 from engine import checkpoint, device as devices, distributed, finetune
 from engine.compile import compile_blocks, recompute_blocks, should_compile
 from engine.distributed import say
@@ -38,6 +38,8 @@ from engine.validation import Validation, describe_validation
 from engine.wandb_log import TrainingLog
 from hf.open import foreign_parent
 from model import gpt, spectrum
+from model.pos.rope import Rope
+from model.scaling import ContextChange, TrainedContext
 
 COMPILE_AT = 10  # steps of a new run before the half minute of compilation, so that a mistake shows earlier
 
@@ -101,7 +103,12 @@ def check_settings(cfg: TrainConfig) -> None:
     if cfg.shard and distributed.world() == 1:
         raise UserError("shard=True: needs more than one process: torchrun --nproc_per_node=N train.py shard=true ...")
     encoding = gpt.build_encoding(cfg)
-    gpt.trained_scaling(cfg, gpt.trained_context(cfg, encoding))
+    change = gpt.trained_scaling(cfg, gpt.trained_context(cfg, encoding))
+    if cfg.positions == "random_float":
+        ok = isinstance(encoding, Rope) and encoding.only_angles and not (encoding.has_bias or encoding.sees_content)
+        scaling = " + ".join([describe_knobs("scaling", cfg.scaling), *cfg.plus])
+        right = f"ordered, random or pose with {gpt.describe_encoding(cfg)}, scaling={scaling}: only angles take floats"
+        check(ok and not (change.logn or change.position_map), "positions", cfg.positions, right)
     if cfg.positions != "ordered" and cfg.longest is not None and encoding.max_positions is not None:
         right = f"at most {encoding.max_positions}, the positions of pos={describe_knobs('pos', cfg.pos)}"
         check(cfg.longest <= encoding.max_positions, "longest", cfg.longest, right)
@@ -150,6 +157,7 @@ class Training:
         # ---- derived from the settings ----
         self.context = gpt.trained_context(cfg, self.model.pos)
         self.change = gpt.trained_scaling(cfg, self.context)
+        self.step_change = change_of_steps(cfg, self.change, self.context)
         self.validation = Validation(self.corpus, cfg, device)
         self.result: dict[str, float] = {}  # of the last validation
         self.n_parameters = self.model.n_parameters()
@@ -182,7 +190,9 @@ class Training:
         for i, (windows, positions) in enumerate(batches):
             with distributed.no_sync(self.losses, more=i + 1 < len(batches)):
                 with devices.autocast(self.device, cfg.dtype):
-                    part = self.losses(windows[:, :-1], windows[:, 1:], positions, self.change).mean() / len(batches)
+                    part = self.losses(windows[:, :-1], windows[:, 1:], positions, self.step_change).mean() / len(
+                        batches
+                    )
                 part.backward()
             self.loss += part.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.optim.clip)
@@ -297,6 +307,14 @@ def describe_point(point: dict[str, float], tokens_left: int) -> str:
 
 
 # ---- batches ----
+
+
+def change_of_steps(cfg: TrainConfig, change: ContextChange, context: TrainedContext) -> ContextChange:
+    """The change of a run, for the positions of its steps: random_float counts in PARTS of a token."""
+    if cfg.positions != "random_float":
+        return change
+    inv_freq = context.inv_freq if change.inv_freq is None else change.inv_freq
+    return replace(change, inv_freq=inv_freq / PARTS)
 
 
 def count_micro_batches(rows: int, cfg: TrainConfig) -> int:

@@ -58,6 +58,7 @@ MOMENTUM = Rule(lambda x: 0 <= x < 1, "at least 0 and less than 1")
 TEMPERATURE = Rule(lambda x: x == 0 or x >= 0.001, "0 or at least 0.001")  # logits are divided by it, in float32
 DECODE = one_of("exact", "rebased")
 GATE = one_of("none", "head", "element")
+POSITIONS = one_of("ordered", "random", "random_float", "pose")
 RESIDUAL = one_of("serial", "serial_post", "serial_both", "parallel", "parallel_shared")
 LENGTHS = Rule(
     lambda x: x != [] and all(has_type(n, int) and n >= 1 for n in (x if isinstance(x, list) else [x])),
@@ -199,8 +200,8 @@ class TrainConfig(CommonConfig):
     # Set by train.py: the settings on its command line, for the command that trains further seeds
     typed: list[str] = field(default_factory=lambda: ["..."])
     ctx: int = setting(256, "tokens in the training window: L", at_least(1))
-    positions: str = setting("ordered", "or drawn from a longer range than ctx", one_of("ordered", "random", "pose"))
-    longest: int | None = setting(None, "with positions=random or pose: the number of positions; null: 8 ctx")
+    positions: str = setting("ordered", "or drawn from a longer range than ctx: docs/encodings.md", POSITIONS)
+    longest: int | None = setting(None, "the range of drawn positions; null: 8 ctx")
     ctx_start: int | None = setting(None, "rows begin with so many tokens and grow to ctx (SkyLadder)", at_least(1))
     ctx_full_at: float = setting(0.6, "with ctx_start: the share of the steps after which rows have ctx tokens", SHARE)
     batch_tokens: int = setting(2048, "tokens per optimiser step", at_least(1))

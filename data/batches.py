@@ -69,15 +69,20 @@ def cut_rows(windows: Tensor, length: int) -> Tensor:
 
 # ---- positions=: training positions from a longer range than the window, so that large ones are known ----
 
+PARTS = 1024  # of a token: positions=random_float counts in them, because the angles of whole positions are exact
+
 
 def training_positions(kind: str, step: int, *, seed: int, rows: int, ctx: int, longest: int) -> Tensor:
     """Training positions of one step, int64 [rows, ctx], each row increasing and within 0 .. longest - 1.
 
     kind: random, a sorted sample without repetition (Ruoss et al. 2023, arXiv 2305.16843); or pose, the window is cut
     in two at a random place, and the positions of the second part are increased by a random number (PoSE, Zhu et al.
-    2023, arXiv 2309.10400).
+    2023, arXiv 2309.10400); or random_float, sorted real numbers from [0, longest), independent and uniform, which are
+    counted in PARTS of a token (Shimizu et al. 2026, arXiv 2602.14050).
     """
     g = _generator(f"positions {seed} {step}")
+    if kind == "random_float":
+        return torch.randint(longest * PARTS, (rows, ctx), generator=g).sort().values
     if kind == "random":
         return torch.stack([torch.randperm(longest, generator=g)[:ctx].sort().values for _ in range(rows)])
     cut = torch.randint(1, max(ctx, 2), (rows, 1), generator=g)

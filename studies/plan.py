@@ -20,7 +20,12 @@ MAIN_METHODS = ("pi", "ntk", "yarn", "rerope", "logn")  # evaluated at all lengt
 REFERENCES = {"rope": ("yarn",), "alibi": ()}
 NEWER_ENCODINGS = {"fox": (), "ssmax": ("yarn",), "kerple": (), "fire": ()}
 SCHEDULES = {"gemma3": ("yarn",), "swan": ("logn",), "sssl": ("yarn",), "smollm3": ("yarn",)}
-FURTHER_ENCODINGS = ("none", "sink_logits", "cope", "none_tempered")
+FURTHER_ENCODINGS = (
+    *("none", "sink_logits", "cope", "none_tempered"),
+    *("rope_tempered", "rope_resonance", "fope", "pope", "path"),
+)
+FURTHER_SCHEDULES = ("window_only", "gemma4", "gpt_oss")
+GATES = {f"gate_{kind}": (f"model.attention_gate={kind}",) for kind in ("head", "element")}
 LARGER_BASE = 500_000  # of ABF, as Xiong et al. have it
 
 
@@ -165,7 +170,7 @@ def layer_jobs(size: Size, seeds: tuple[int, ...]) -> list[Job]:
         jobs += [scratch_job(size, seed, "layers", *run) for run in (SCHEDULES | NEWER_ENCODINGS).items()]
         jobs.append(changed_job(size, seed, "layers", "drope", ("pos=none",), ("logn",)))
         jobs.append(changed_job(size, seed, "layers", "abf", abf, ()))
-        further = ("window_only", *FURTHER_ENCODINGS)
+        further = (*FURTHER_SCHEDULES, *FURTHER_ENCODINGS, *GATES)
         jobs += [scratch_job(size, seed, "further", name, ()) for name in further]
         jobs.append(changed_job(size, seed, "further", "rope_to_swan", ("layers=swan",), ("logn",)))
         # A copy of gemma3 in which scaling methods apply to all layers: one step saves the setting, not other weights
@@ -176,8 +181,8 @@ def layer_jobs(size: Size, seeds: tuple[int, ...]) -> list[Job]:
 
 
 def scratch_job(size: Size, seed: int, part: str, name: str, methods: tuple[str, ...]) -> Job:
-    """A training from scratch. name: of an encoding or of a layer schedule."""
-    settings = encoding(name, size) if name in choices("pos") else (f"layers={name}",)
+    """A training from scratch. name: of an encoding, a layer schedule or one of GATES."""
+    settings = GATES.get(name) or (encoding(name, size) if name in choices("pos") else (f"layers={name}",))
     train = (*settings, *size.train, f"seed={seed}")
     return Job(part, f"{name}-s{seed}", seed, train, size.training.steps, size.doublings, methods=methods)
 

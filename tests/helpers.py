@@ -111,11 +111,13 @@ def random_tokens(batch: int = 2, time: int = 24) -> torch.Tensor:
     return torch.randint(50, (batch, time), generator=torch.Generator().manual_seed(1))
 
 
-def attention_output(model: gpt.GPT, tokens: torch.Tensor, change: ContextChange) -> torch.Tensor:
+def attention_output(
+    model: gpt.GPT, tokens: torch.Tensor, change: ContextChange, positions: torch.Tensor | None = None
+) -> torch.Tensor:
     """What the first layer's attention hands to its output projection for tokens [1, T]: [T, H * D]."""
     seen = []
     handle = model.blocks[0].attention.out.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    model(tokens, change=change)
+    model(tokens, positions, change)
     handle.remove()
     return seen[0][0].detach()
 

@@ -19,10 +19,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import train
 from conf.registry import choices, load_kind, yaml_values
 from data import batches, corpus as corpora, tokenizer
-from data.batches import batch, row_length, training_positions
+from data.batches import PARTS, batch, row_length, training_positions
 from data.corpora import python, sympy
 from data.held_out import find_copies, long_documents, validation_windows
-from tests.helpers import line_of, train_settings, wait_until
+from model.scaling import NO_CHANGE, TrainedContext
+from tests.helpers import (
+    attention_output,
+    dense,
+    line_of,
+    model_of,
+    random_tokens,
+    rotated_scores,
+    train_settings,
+    wait_until,
+)
 
 TEXT = {"kind": "text", "files": "docs/*.txt", "tokenizer": "bpe", "vocab_size": 300, "holdout": 2}
 
@@ -346,7 +356,31 @@ def test_drawn_positions_rise_within_their_range_and_reach_far(kind):
     assert not torch.equal(p[7], sample(7, seed=1))
 
 
-@pytest.mark.parametrize("kind", ["ordered", "random", "pose"])
+def test_float_positions_are_sorted_uniform_reals():
+    def sample(step: int) -> torch.Tensor:
+        p = training_positions("random_float", step, seed=0, rows=8, ctx=32, longest=32)
+        assert p.dtype == torch.int64 and bool((p.diff(dim=-1) >= 0).all()) and p.min() >= 0
+        return p / PARTS
+
+    p = torch.stack([sample(step) for step in range(200)])
+    assert torch.equal(p[7], sample(7)) and p.max() < 32 and (p % 1 != 0).double().mean() > 0.99
+    # Order statistics of uniform numbers: the i-th of 32 has the mean 32 i / 33, and gaps are as of a Poisson process
+    assert (p.mean(dim=(0, 1)) - 32 * torch.arange(1, 33) / 33).abs().max() < 0.4
+    assert (p.diff(dim=-1) > 1).double().mean() == pytest.approx((1 - 1 / 32) ** 32, abs=0.02)
+
+
+def test_a_step_at_float_positions_rotates_by_real_distances():
+    """Against a dense attention over distances in float64; with and without a change of the frequencies by PI."""
+    cfg, model, tokens = train_settings("positions=random_float"), model_of("rope"), random_tokens(1, 24)
+    positions = training_positions("random_float", 0, seed=0, rows=1, ctx=24, longest=256)
+    real, inv_freq = positions[0].double() / PARTS, model.pos.inv_freq
+    for change, s in ((NO_CHANGE, 1), (replace(NO_CHANGE, inv_freq=inv_freq / 4), 4)):
+        change = train.change_of_steps(cfg, change, TrainedContext("rope", 32, inv_freq))
+        want = dense(model, tokens, rotated_scores(inv_freq / s, real[:, None] - real))
+        assert (attention_output(model, tokens, change, positions) - want).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["ordered", "random", "random_float", "pose"])
 def test_a_batch_has_the_drawn_positions_of_its_rows_or_none(kind):
     """As a second rank of two gets it, in two micro-batches: its half of the same global batch."""
     cfg = train_settings("exp=smoke", f"positions={kind}")

@@ -1,4 +1,4 @@
-"""SelfExtend and Dual Chunk Attention: the relative positions of every pair, written out by loops over chunks.
+"""SelfExtend, Dual Chunk Attention, STRING, LaMPE: the relative positions of every pair, written out by loops.
 
 tests/test_upstream.py compares with outputs of the authors' code.
 """
@@ -10,7 +10,9 @@ from model import masks
 from model.regions import Clipped
 from model.scaling import ContextChange, TrainedContext, resolve
 from model.scaling.dual_chunk import Chunks
+from model.scaling.lampe import Grained
 from model.scaling.self_extend import Grouped
+from model.scaling.string import Shifted
 from model.spectrum import frequencies
 from tests.helpers import attention_output, dense, model_of, random_tokens, rotated_scores, yaml_values
 
@@ -50,9 +52,36 @@ def dual_chunk(s: int, c: int) -> torch.Tensor:
     return relative
 
 
+def string(S: int, W: int) -> torch.Tensor:
+    """In the order of STRING's decoding: the S nearest keys, then those before, for which the query is at m - S + W."""
+    relative = torch.zeros(T, T, dtype=torch.float64)
+    for m in range(T):
+        for n in range(max(0, m + 1 - S), m + 1):
+            relative[m, n] = m - n
+        for n in range(m + 1 - S):
+            relative[m, n] = (m - S + W) - n
+    return relative
+
+
+def lampe(s1: int, s2: int, M: int) -> torch.Tensor:
+    """The paper's three cases, without rounding, for the distance i - j in a text of l = T tokens."""
+    relative = torch.zeros(T, T, dtype=torch.float64)
+    for i in range(T):
+        for j in range(i + 1):
+            if i - j <= s1:
+                relative[i, j] = i - j
+            elif i - j < T - s2:
+                relative[i, j] = (M - s1 - s2) / (T - s1 - s2) * (i - j - s1) + s1
+            else:
+                relative[i, j] = M - T + (i - j)
+    return relative
+
+
 CASES = [
     *((Grouped(w, g), self_extend(w, g)) for w, g in ((6, 3), (6, 4), (5, 1), (1, 2), (30, 3))),
     *((Chunks(s, c), dual_chunk(s, c)) for s, c in ((5, 7), (8, 8), (6, 30), (1, 1), (24, 24))),
+    *((Shifted(S, W), string(S, W)) for S, W in ((8, 3), (12, 0), (5, 5), (1, 0), (24, 9))),
+    *((Grained(s1, s2, T, M), lampe(s1, s2, M)) for s1, s2, M in ((4, 3, 12), (1, 0, 2), (6, 7, 14), (10, 1, 20))),
 ]
 
 
@@ -94,6 +123,16 @@ def test_the_default_knobs_keep_all_distances_within_the_trained_context(n):
             assert position_map == Chunks(40, 48)  # L / 8 tokens less than 3 L / 4
         assert resolve(yaml_values("scaling", name), trained, 64, n).position_map is None
         assert resolve({**yaml_values("scaling", name), "always": True}, trained, 64, n).position_map is not None
+
+
+def test_lampe_maps_as_many_distances_as_the_authors_for_llama_3_and_never_more_than_trained():
+    def mapped(L: int, n: int, **more: object) -> int:
+        run = TrainedContext("rope", L, torch.ones(4, dtype=torch.float64))
+        return resolve({**yaml_values("scaling", "lampe"), **more}, run, n, n).position_map.mapped
+
+    # In their scripts, by their fit to Llama 3 8B; its upper limit is 6204, and 3/4 L = 6144
+    assert mapped(8192, 32 * 1024) == pytest.approx(4501, rel=0.015)
+    assert all(mapped(64, n) <= 48 for n in (65, 128, 10**6)) and mapped(64, 65) == 8 and mapped(64, 65, size=60) == 62
 
 
 def test_maps_are_equal_if_they_change_the_same():

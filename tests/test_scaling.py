@@ -113,13 +113,13 @@ def test_frequencies_equal_those_of_the_installed_transformers():
 
 @pytest.mark.parametrize("name", ALL)
 def test_factor_one_changes_no_bit(name):
-    trained = rope()
+    trained, off = rope(), {"always": False} if "always" in KNOBS[name] else {}
     for n in (64, 255, 256):
-        change = resolve(scaling_knobs(name, 32), trained, n, n)
+        change = resolve({**scaling_knobs(name, 32), **off}, trained, n, n)
         assert change.factor == 1 and change.attention_factor == 1
         assert change.inv_freq is None or torch.equal(change.inv_freq, trained.inv_freq)
     model, x = model_of("rope"), random_tokens()  # trained at 32
-    change = resolve(scaling_knobs(name, 8), TrainedContext("rope", 32, model.pos.inv_freq), 24, 24)
+    change = resolve({**scaling_knobs(name, 8), **off}, TrainedContext("rope", 32, model.pos.inv_freq), 24, 24)
     assert torch.equal(model(x, change=change), model(x))
 
 

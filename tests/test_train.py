@@ -54,7 +54,8 @@ def same(a: object, b: object) -> bool:
 EACH = [f"pos={p}" for p in choices("pos")] + [f"model={m}" for m in choices("model") if m != "gpt2"]
 EACH += [f"layers={x}" for x in choices("layers")]
 EACH += ["model.n_kv_heads=1", "model.mlp=swiglu model.attention_gate=head", "model.tied_head=false", "dtype=float32"]
-EACH += ["positions=random", "positions=pose longest=128", "attention=linear", "micro_tokens=128"]
+EACH += ["positions=random", "positions=random_float", "positions=pose longest=128", "attention=linear"]
+EACH += ["micro_tokens=128"]
 
 
 @pytest.mark.parametrize("settings", EACH)

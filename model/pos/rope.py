@@ -76,6 +76,11 @@ class Rope(Encoding):
         self.inv_freq = base ** (-torch.arange(0, 2 * pairs, 2, dtype=torch.float64, device="cpu") / D)  # [pairs]
         self.still = D // 2 - pairs  # pairs at frequency 0: part of the rotary width, but not rotated
 
+    @property
+    def only_angles(self) -> bool:
+        """Whether positions act through the angles alone: the kernel would bypass what a subclass overrides."""
+        return type(self).prepare is Rope.prepare and type(self).rotate is Rope.rotate
+
     def phase(self, inv_freq: Tensor, device: torch.device) -> Tensor:
         """Frequencies, float64 [pairs] -> rotations per position times 2^64, int64 [P] with P = pairs + still."""
         return phase(torch.cat((inv_freq, inv_freq.new_zeros(self.still)))).to(device)
@@ -87,9 +92,7 @@ class Rope(Encoding):
         """
         inv_freq = self.inv_freq if change.inv_freq is None else change.inv_freq
         assert inv_freq is not None  # __init__ sets it
-        # The kernel would bypass what a subclass overrides
-        plain = type(self).prepare is Rope.prepare and type(self).rotate is Rope.rotate
-        if plain and uses_triton(positions.device):
+        if self.only_angles and uses_triton(positions.device):
             near = KernelInputs(self.phase_on(positions.device, inv_freq), positions, change.attention_factor)
         else:
             # On both q and k, so the scores grow by its square (YaRN, arXiv 2309.00071, section 3.4).

@@ -1,7 +1,7 @@
 """LongRoPE with factors from the user (Ding et al. 2024, arXiv 2402.13753; Hugging Face's `longrope`).
 
-Each pair has its divisor, found by a search that is not part of this project: `short` inside the trained context,
-`long` past it. cos and sin are multiplied by sqrt(1 + ln s / ln L) at either length, as Hugging Face does.
+Each pair has its divisor, found by a search (theirs, or python -m studies.divisors): `short` inside the trained
+context, `long` past it. cos and sin are multiplied by sqrt(1 + ln s / ln L) at either length, as Hugging Face does.
 """
 
 import math
