@@ -31,3 +31,4 @@ def test_every_cell_runs(tmp_path, cache, monkeypatch):
     for cell in (code[3], code[4]):
         assert any("image/png" in output.get("data", {}) for output in cell.outputs)
     assert "alibi" in text[4] and (tmp_path / "runs/compare.png").exists()
+    assert "| `mine` |" in text[7] and (tmp_path / "results/board/mine/verdict.md").exists()
