@@ -548,7 +548,7 @@ def test_curves_are_reused_and_measured_again_when_asked(runs, monkeypatch):
 def test_fixed_factor_shows_its_tax(runs, capsys):
     """As the gain at L, where both controls are the model as it was trained."""
     run_eval("run=rope", "ctx=256", "scaling=pi", "scaling.factor=fixed", *FEW)
-    curves = curves_of("rope")
+    curves = curves_of("rope", texts=curves_of("rope")["pi factor=fixed"].first.texts)
     taxed, none = (curves[label].by_length()[64] for label in ("pi factor=fixed", "none"))
     assert [row.factor for row in curves["pi factor=fixed"].rows] == [4, 4, 4]
     tax = re.search(r"\n  64    1 .* ([+-]\d\.\d+) \[", capsys.readouterr().out)
