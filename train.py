@@ -104,11 +104,11 @@ def check_settings(cfg: TrainConfig) -> None:
         raise UserError("shard=True: needs more than one process: torchrun --nproc_per_node=N train.py shard=true ...")
     encoding = gpt.build_encoding(cfg)
     change = gpt.trained_scaling(cfg, gpt.trained_context(cfg, encoding))
-    if cfg.positions == "random_float":
-        ok = isinstance(encoding, Rope) and encoding.only_angles and not (encoding.has_bias or encoding.sees_content)
-        scaling = " + ".join([describe_knobs("scaling", cfg.scaling), *cfg.plus])
-        right = f"ordered, random or pose with {gpt.describe_encoding(cfg)}, scaling={scaling}: only angles take floats"
-        check(ok and not (change.logn or change.position_map), "positions", cfg.positions, right)
+    evaluation_only = "false in training: maps of positions are for evaluation only"
+    check(not any(knobs.get("always") for knobs in cfg.scalings), "scaling.always", True, evaluation_only)
+    if cfg.positions == "random_float" and (type(encoding) is not Rope or change.logn or change.position_map):
+        ropes = "pos=rope, rope_interleaved, rope_partial or rope_proportional"
+        raise UserError(f"positions=random_float: needs {ropes}, layers=uniform, no log-n or map of positions")
     if cfg.positions != "ordered" and cfg.longest is not None and encoding.max_positions is not None:
         right = f"at most {encoding.max_positions}, the positions of pos={describe_knobs('pos', cfg.pos)}"
         check(cfg.longest <= encoding.max_positions, "longest", cfg.longest, right)

@@ -107,6 +107,8 @@ def test_resonance_equals_its_authors(given: dict[str, Any], want: Tensor):
     for change, wavelengths in zip((NO_CHANGE, yarn), want, strict=True):
         _, sin = encoding.prepare(torch.tensor([1]), change).q
         check(sin[0] / change.attention_factor, (2 * math.pi / wavelengths).sin())
+    fast = encoding.inv_freq.new_tensor([20.0])  # no wavelength is rounded to 0
+    assert encoding.frequencies(ContextChange(inv_freq=fast)).item() == 2 * math.pi
 
 
 def bias(pos: str, given: dict[str, Any], knobs: list[str], parameters: dict[str, Tensor]) -> Tensor:
