@@ -139,7 +139,7 @@ class Training:
             raise UserError(f"{folder}: the corpus has changed since this run began: choose name=NEW or fresh=true")
         self.model = gpt.build(cfg, self.corpus.vocab_size)
         if parent:
-            finetune.load_weights(self.model, parent.weights, cfg)
+            finetune.load_weights(self.model, parent, cfg)
         if cfg.recompute:
             recompute_blocks(self.model)
         bfloat16 = devices.uses_bfloat16(device, cfg.dtype)
