@@ -190,9 +190,8 @@ class Training:
         for i, (windows, positions) in enumerate(batches):
             with distributed.no_sync(self.losses, more=i + 1 < len(batches)):
                 with devices.autocast(self.device, cfg.dtype):
-                    part = self.losses(windows[:, :-1], windows[:, 1:], positions, self.step_change).mean() / len(
-                        batches
-                    )
+                    losses = self.losses(windows[:, :-1], windows[:, 1:], positions, self.step_change)
+                    part = losses.mean() / len(batches)
                 part.backward()
             self.loss += part.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.optim.clip)
