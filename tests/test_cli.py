@@ -268,6 +268,7 @@ def test_every_file_of_a_group_has_a_yaml():
         ("pos", "pos=learned ctx=128", "learned"),  # whose yaml has an interpolation, ${ctx}
         ("pos", "pos.base=500", "rope base=500"),
         ("pos", "pos=rope_partial pos.base=500", "rope_partial base=500"),
+        ("pos", "pos=rope pos.rotary_fraction=0.75", "rope rotary_fraction=0.75"),
         ("scaling", "scaling=yarn scaling.factor=fixed", "yarn factor=fixed"),
     ],
 )
