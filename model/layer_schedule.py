@@ -24,6 +24,8 @@ class ScheduledEncodings(Encoding):
     parameters.
     """
 
+    encodings: Any  # a ModuleList of Encoding
+
     def __init__(self, shape: Shape, own: Encoding, pos: dict[str, Any], schedule: LayerSchedule):
         """own: the encoding of pos=, whose knobs are `pos`."""
         super().__init__(shape)
@@ -41,10 +43,10 @@ class ScheduledEncodings(Encoding):
         if 0 not in self.of_type.values():
             reason = f"no layer of layers={schedule.name} uses it, each type of layer has its own pos or base"
             raise UserError(f"pos={describe('pos', pos)}: {reason}")
-        parts: list[Any] = list(self.encodings)
-        self.relative = all(e.relative for e in parts)
-        self.max_positions = min((e.max_positions for e in parts if e.max_positions is not None), default=None)
-        rates = {e.lr_factor for e in parts if list(e.parameters())}
+        self.relative = all(e.relative for e in self.encodings)
+        limits = [e.max_positions for e in self.encodings if e.max_positions is not None]
+        self.max_positions = min(limits, default=None)
+        rates = {e.lr_factor for e in self.encodings if list(e.parameters())}
         check(len(rates) < 2, "pos.lr_factor", sorted(rates), "the same for all encodings of a layer schedule")
         self.lr_factor, self.lr_scale = rates.pop() if rates else 1.0, own.lr_scale
         # Of the types that read-time scaling applies to, for the line about the spectrum
@@ -52,18 +54,14 @@ class ScheduledEncodings(Encoding):
         self.inv_freq = next((inv_freq for inv_freq in scaled if inv_freq is not None), None)
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
-        own = self.encodings[0]
-        assert isinstance(own, Encoding)
-        return own.embed(x, positions)
+        return self.encodings[0].embed(x, positions)
 
     def layer_module(self, layer: int) -> nn.Module | None:
         return self.encoding(self.schedule.pattern[layer]).layer_module(layer)
 
     def encoding(self, letter: str) -> Encoding:
         """The encoding of a type of layer."""
-        encoding = self.encodings[self.of_type[letter]]
-        assert isinstance(encoding, Encoding)
-        return encoding
+        return self.encodings[self.of_type[letter]]
 
     def prepare_layers(
         self, n_layers: int, positions: Tensor, change: ContextChange
