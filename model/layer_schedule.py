@@ -43,10 +43,10 @@ class ScheduledEncodings(Encoding):
         if 0 not in self.of_type.values():
             reason = f"no layer of layers={schedule.name} uses it, each type of layer has its own pos or base"
             raise UserError(f"pos={describe('pos', pos)}: {reason}")
-        self.relative = all(e.relative for e in self.encodings)
-        limits = [e.max_positions for e in self.encodings if e.max_positions is not None]
-        self.max_positions = min(limits, default=None)
-        rates = {e.lr_factor for e in self.encodings if list(e.parameters())}
+        parts: list[Any] = list(self.encodings)
+        self.relative = all(e.relative for e in parts)
+        self.max_positions = min((e.max_positions for e in parts if e.max_positions is not None), default=None)
+        rates = {e.lr_factor for e in parts if list(e.parameters())}
         check(len(rates) < 2, "pos.lr_factor", sorted(rates), "the same for all encodings of a layer schedule")
         self.lr_factor, self.lr_scale = rates.pop() if rates else 1.0, own.lr_scale
         # Of the types that read-time scaling applies to, for the line about the spectrum

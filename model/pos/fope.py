@@ -40,7 +40,8 @@ class Fope(Rope):
     def adjust(self, tables: Tables, positions: Tensor) -> Tables:
         sums = self.sums.to(tables.q)
         with torch.autocast(positions.device.type, enabled=False):
-            return Tables(*((x.flatten(1, -2) @ sums).view_as(x) for x in (tables.q, tables.k)))
+            q, k = ((x.flatten(1, -2) @ sums).view_as(x) for x in (tables.q, tables.k))
+        return Tables(q, k)
 
 
 build = Fope

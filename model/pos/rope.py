@@ -57,7 +57,7 @@ class Rope(Encoding):
     runs only if the class overrides neither.
     """
 
-    inv_freq: Tensor
+    inv_freq: Any  # always a Tensor
 
     def __init__(
         self, shape: Shape, base: float, interleaved: bool, rotary_fraction: float = 1.0, proportional: bool = False
