@@ -104,8 +104,7 @@ def check_settings(cfg: TrainConfig) -> None:
         raise UserError("shard=True: needs more than one process: torchrun --nproc_per_node=N train.py shard=true ...")
     encoding = gpt.build_encoding(cfg)
     change = gpt.trained_scaling(cfg, gpt.trained_context(cfg, encoding))
-    right = "false: maps of positions are for evaluation only"
-    check(not any(knobs.get("always") for knobs in cfg.scalings), "scaling.always", True, right)
+    check(not any(x.get("always") for x in cfg.scalings), "scaling.always", True, "false: maps are for evaluation only")
     if cfg.positions == "random_float" and (type(encoding) is not Rope or change.logn or change.position_map):
         ropes = "pos=rope, rope_interleaved, rope_partial or rope_proportional"
         raise UserError(f"positions=random_float: needs {ropes}, layers=uniform, no log-n or map of positions")
