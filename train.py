@@ -104,11 +104,10 @@ def check_settings(cfg: TrainConfig) -> None:
         raise UserError("shard=True: needs more than one process: torchrun --nproc_per_node=N train.py shard=true ...")
     encoding = gpt.build_encoding(cfg)
     change = gpt.trained_scaling(cfg, gpt.trained_context(cfg, encoding))
-    if cfg.positions == "random_float":
-        ok = isinstance(encoding, Rope) and encoding.only_angles and not (encoding.has_bias or encoding.sees_content)
-        scaling = " + ".join([describe_knobs("scaling", cfg.scaling), *cfg.plus])
-        right = f"ordered, random or pose with {gpt.describe_encoding(cfg)}, scaling={scaling}: only angles take floats"
-        check(ok and not (change.logn or change.position_map), "positions", cfg.positions, right)
+    check(not any(x.get("always") for x in cfg.scalings), "scaling.always", True, "false: maps are for evaluation only")
+    if cfg.positions == "random_float" and (type(encoding) is not Rope or change.logn or change.position_map):
+        ropes = "pos=rope, rope_interleaved, rope_partial or rope_proportional"
+        raise UserError(f"positions=random_float: needs {ropes}, layers=uniform, no log-n or map of positions")
     if cfg.positions != "ordered" and cfg.longest is not None and encoding.max_positions is not None:
         right = f"at most {encoding.max_positions}, the positions of pos={describe_knobs('pos', cfg.pos)}"
         check(cfg.longest <= encoding.max_positions, "longest", cfg.longest, right)
@@ -139,7 +138,7 @@ class Training:
             raise UserError(f"{folder}: the corpus has changed since this run began: choose name=NEW or fresh=true")
         self.model = gpt.build(cfg, self.corpus.vocab_size)
         if parent:
-            finetune.load_weights(self.model, parent.weights, cfg)
+            finetune.load_weights(self.model, parent, cfg)
         if cfg.recompute:
             recompute_blocks(self.model)
         bfloat16 = devices.uses_bfloat16(device, cfg.dtype)
@@ -190,9 +189,8 @@ class Training:
         for i, (windows, positions) in enumerate(batches):
             with distributed.no_sync(self.losses, more=i + 1 < len(batches)):
                 with devices.autocast(self.device, cfg.dtype):
-                    part = self.losses(windows[:, :-1], windows[:, 1:], positions, self.step_change).mean() / len(
-                        batches
-                    )
+                    losses = self.losses(windows[:, :-1], windows[:, 1:], positions, self.step_change)
+                    part = losses.mean() / len(batches)
                 part.backward()
             self.loss += part.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.optim.clip)

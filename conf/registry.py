@@ -44,11 +44,12 @@ def _group(group: str) -> dict[str, dict]:
 def yaml_name(group: str, knobs: dict[str, Any]) -> str:
     """The name of the yaml with the fewest differences from knobs, among those of their kind (rope, rope_partial).
 
-    That is the name the user typed, unless other settings made it equal to another yaml of the same kind. Of several
-    the one with the name of the kind, else the one with most knobs: rope_proportional before rope_partial.
+    A knob that only one of both has is a difference. That is the name the user typed, unless other settings made it
+    equal to another yaml of the same kind. Of several the one with the name of the kind, else the one with most knobs:
+    rope_proportional before rope_partial.
     """
     order = {
-        name: (len(_differences(knobs, values)), name != knobs["kind"], -len(values))
+        name: (len(_differences(knobs, values)) + len(values.keys() - knobs), name != knobs["kind"], -len(values))
         for name, values in _group(group).items()
         if values["kind"] == knobs["kind"]
     }

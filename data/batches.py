@@ -73,12 +73,13 @@ PARTS = 1024  # of a token: positions=random_float counts in them, because the a
 
 
 def training_positions(kind: str, step: int, *, seed: int, rows: int, ctx: int, longest: int) -> Tensor:
-    """Training positions of one step, int64 [rows, ctx], each row increasing and within 0 .. longest - 1.
+    """Training positions of one step, int64 [rows, ctx], each row sorted.
 
-    kind: random, a sorted sample without repetition (Ruoss et al. 2023, arXiv 2305.16843); or pose, the window is cut
-    in two at a random place, and the positions of the second part are increased by a random number (PoSE, Zhu et al.
-    2023, arXiv 2309.10400); or random_float, sorted real numbers from [0, longest), independent and uniform, which are
-    counted in PARTS of a token (Shimizu et al. 2026, arXiv 2602.14050).
+    kind: random, a sample of 0 .. longest - 1 without repetition (Ruoss et al. 2023, arXiv 2305.16843); or pose, the
+    window is cut in two at a random place, and the positions of the second part are increased by a random number, to at
+    most longest - 1 (PoSE, Zhu et al. 2023, arXiv 2309.10400); or random_float, real numbers from [0, longest),
+    independent and uniform, which are counted in PARTS of a token and so can be equal (Shimizu et al. 2026, arXiv
+    2602.14050).
     """
     g = _generator(f"positions {seed} {step}")
     if kind == "random_float":

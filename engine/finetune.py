@@ -14,7 +14,7 @@ from conf.schema import TrainConfig
 from engine import distributed
 from model import gpt
 from model.pos.rope import Rope
-from model.scaling import TrainedContext
+from model.scaling import NO_CHANGE, TrainedContext
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ def choose_encoding(cfg: TrainConfig, old: TrainConfig) -> None:
     """
     given = {o.partition("=")[0] for o in overrides()}
     if "pos" not in given:
+        if cfg.pos["kind"] not in ("rope", old.pos["kind"]):  # the schedule replaces the default, rope
+            raise UserError(f"layers={cfg.layers['name']}: its pos={cfg.pos['kind']} must be chosen as well with init=")
         knobs = [key.removeprefix("pos.") for key in given if key.startswith("pos.")]
         cfg.pos = old.pos | {knob: cfg.pos[knob] for knob in knobs}
     if "layers" in given or cfg.layers:
@@ -80,22 +82,24 @@ def rotations(cfg: TrainConfig) -> set[tuple[int | None, tuple[float, ...]]]:
     encoding = gpt.build_encoding(cfg)
     parts = getattr(encoding, "encodings", [encoding])  # those of a layer schedule
     return {
-        (None if e.interleaved else len(e.inv_freq) + e.still, tuple(e.inv_freq.tolist()))
+        (None if e.interleaved else len(e.inv_freq) + e.still, tuple(e.frequencies(NO_CHANGE).tolist()))
         for e in parts
         if isinstance(e, Rope)
     }
 
 
-def load_weights(model: gpt.GPT, weights: dict[str, Tensor], cfg: TrainConfig) -> None:
+def load_weights(model: gpt.GPT, parent: Parent, cfg: TrainConfig) -> None:
     """Load the parent's weights into a new model. If its encoding is another, print what is kept, dropped and new.
 
-    Then all weights are kept but those of an encoding that the new model lacks, or that have another shape in it.
+    Then all weights are kept but those of an encoding that the new model lacks, that have another shape in it, or that
+    are not trained and follow from other settings of pos= (FoPE's coefficients).
     """
     if "encoding" not in cfg.pretrained:
-        model.load_state_dict(weights)
+        model.load_state_dict(parent.weights)
         return
-    own, found = model.state_dict(), {without_schedule(name): x for name, x in weights.items()}
-    same = {name: found.get(without_schedule(name)) for name in own}
+    own, found = model.state_dict(), {without_schedule(name): x for name, x in parent.weights.items()}
+    computed = {name for name, _ in model.named_buffers()} if cfg.pos != parent.cfg.pos else set()
+    same = {name: found.get(without_schedule(name)) for name in own.keys() - computed}
     kept = {name: x for name, x in same.items() if x is not None and x.shape == own[name].shape}
     model.load_state_dict(own | kept)
     new = ", ".join(sorted(own.keys() - kept)) or "nothing"

@@ -181,31 +181,30 @@ def read_rope(
     name = nested["rope_type"] or nested["type"] or "default"
     parameters.check(name in rule.types, "rope_type", name, f"not supported: must be one of {', '.join(rule.types)}")
     rope_type, longest = rule.types[name], c.settings["max_position_embeddings"]
-    proportional = {"proportional": True} if rope_type == "proportional" else {}
-    dim = rotary_dim(c, parameters, D, bool(proportional))
+    dim = rotary_dim(c, parameters, D, rope_type)
     L = pretrained_ctx(c, parameters, rope_type, rule, train_ctx)
     knobs = scaling_knobs(parameters, rope_type, longest, L)
     temper = parameters.read(TEMPER if rule.tempered else {})
     parameters.finish(off=(None,))
     theta = nested["rope_theta"] or base
     pos = {"kind": "rope", "base": float(theta), "interleaved": rule.interleaved, "rotary_fraction": dim / D}
-    pos |= proportional
+    pos |= {"proportional": True} if rope_type == "proportional" else {}
     if temper:
         tempered = {"amount": temper["llama_4_scaling_beta"], "every": L}
         pos = {"kind": "rope_tempered", "base": float(theta), "interleaved": rule.interleaved, **tempered}
     return PositionSettings(pos, knobs, L, max(L, round(L * knobs["factor"]) if rope_type == "linear" else longest))
 
 
-def rotary_dim(c: Config, parameters: Config, D: int, proportional: bool) -> int:
+def rotary_dim(c: Config, parameters: Config, D: int, rope_type: str) -> int:
     """How many dimensions of a head of width D are rotated. UserError if it is no even number of them."""
     key, value = "rotary_dim", c.settings.get("rotary_dim", D)
     dim, place = value, c
-    if "partial_rotary_factor" in c.settings or proportional:
+    if "partial_rotary_factor" in c.settings or rope_type == "proportional":
         key = "partial_rotary_factor"
         nested = parameters.read({key: float | None})[key]  # where transformers 5 has it
         place, value = (c, c.settings.get(key, 1.0)) if nested is None else (parameters, nested)
         dim = int(D * min(value, LARGEST))
-        dim -= dim % 2 if proportional else 0  # the rope type rounds the pairs down
+        dim -= dim % 2 if rope_type == "proportional" else 0  # which rounds the pairs down
     ok = dim and dim % 2 == 0 and dim <= D
     place.check(ok, key, value, f"rotates {dim} of {D} dimensions: must be even, and at most all of them")
     return dim
@@ -281,7 +280,8 @@ def layers_of(cfg: TrainConfig, expressible: Mapping[str, tuple] = EXPRESSIBLE) 
         settings |= {f"pos.{key}": value for key, value in pos.items()}
         if pos.get("proportional"):  # a rope type of its own, so without scaling
             share, D = settings.pop("pos.rotary_fraction", 1.0), cfg.model.head_width
-            check(share * D % 2 == 0, "pos.rotary_fraction", share, f"pairs of head_dim={D} to be exported")
+            ok = share * D % 2 == 0
+            check(ok, "pos.rotary_fraction", share, f"a whole number of pairs of head_dim={D} to be exported")
             check(scaling == NONE, "scaling", scaling["kind"], "none with a proportional rotation to be exported")
         for setting, right in expressible.items():
             value = settings.get(setting, right[0])

@@ -77,6 +77,12 @@ class Heads:
         """0 .. T - 1, int64 [T]."""
         return torch.arange(self.k.shape[2], device=self.k.device)
 
+    def wide(self, q_index: Tensor, k_index: Tensor) -> tuple[Tensor, Tensor]:
+        """q [B, H, Tq, D] and k [B, H, Tk, D] of these tokens, in float32 at least, for a bias that sees content."""
+        q = self.q[:, :, q_index - (self.k.shape[2] - self.q.shape[2])]
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        return q.to(dtype), repeat_heads(self.k[:, :, k_index].to(dtype), q.shape[1])
+
     def map_queries(self, f: Callable[[Tensor], Tensor]) -> "Heads":
         """With f(q) for q, in every rotation."""
         return replace(self, q=f(self.q), far=[(f(q), k) for q, k in self.far])

@@ -24,6 +24,8 @@ class ScheduledEncodings(Encoding):
     parameters.
     """
 
+    encodings: Any  # a ModuleList of Encoding
+
     def __init__(self, shape: Shape, own: Encoding, pos: dict[str, Any], schedule: LayerSchedule):
         """own: the encoding of pos=, whose knobs are `pos`."""
         super().__init__(shape)
@@ -52,18 +54,14 @@ class ScheduledEncodings(Encoding):
         self.inv_freq = next((inv_freq for inv_freq in scaled if inv_freq is not None), None)
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
-        own = self.encodings[0]
-        assert isinstance(own, Encoding)
-        return own.embed(x, positions)
+        return self.encodings[0].embed(x, positions)
 
     def layer_module(self, layer: int) -> nn.Module | None:
         return self.encoding(self.schedule.pattern[layer]).layer_module(layer)
 
     def encoding(self, letter: str) -> Encoding:
         """The encoding of a type of layer."""
-        encoding = self.encodings[self.of_type[letter]]
-        assert isinstance(encoding, Encoding)
-        return encoding
+        return self.encodings[self.of_type[letter]]
 
     def prepare_layers(
         self, n_layers: int, positions: Tensor, change: ContextChange

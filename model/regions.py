@@ -22,8 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from conf.errors import check
-
 
 def unchanged(positions: Tensor) -> Tensor:
     return positions
@@ -65,12 +63,6 @@ class Clipped(PositionMap):
     def regions(self) -> list[Region]:
         # q - k = near + (m - near) / leak - n / leak
         return [Region(lambda m: m - self.near + 1, slow=self.leak, start=self.near)]
-
-
-def checked_size(size: int | None, default: int, L: int) -> int:
-    """A method's knob `size` in tokens, or `default` for None: between 1 and L."""
-    check(size is None or 1 <= size <= L, "scaling.size", size, f"between 1 and the trained context, {L}")
-    return max(1, default) if size is None else size
 
 
 def widen(

@@ -3,11 +3,12 @@
 Prints the divisors and the command that evaluates them on held-out text (scaling=longrope), and draws which pairs break
 if they are interpolated, or are not. After Ding et al. 2024 (arXiv 2402.13753): an evolutionary search that starts from
 the divisors of YaRN, NTK and PI, and in which they do not decrease from fast to slow pairs. Its objective is the loss
-of the second half of 8 texts of ctx tokens, each from one training document. It ends after `minutes` or so many
-`tries`; the same tries= and seed= find the same divisors if minutes= does not end it first.
+of the second half of 8 texts of ctx tokens, which do not overlap but may be of the same training document. It ends
+after `minutes` or so many `tries`; the same tries= and seed= find the same divisors if minutes= does not end it first.
 """
 
 import argparse
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from engine.progress import progress_bar
 from engine.run import Run
 from measure import plots
 from model.spectrum import rotations
-from studies.spectrum import scaled
+from studies.spectrum import plot_by_pair, scaled
 
 METHODS = {x: yaml_values("scaling", x) for x in ("yarn", "ntk", "pi", "none", "longrope")}
 LONGROPE, STARTS = METHODS["longrope"], ("yarn", "ntk", "pi")
@@ -35,10 +36,13 @@ DEFAULTS = {"minutes": 5.0, "tries": 9999, "seed": 0, "runs": "runs", "cache": "
 
 
 def training_windows(corpus: Any, ctx: int, count: int, rng: np.random.Generator) -> Tensor:
-    """Windows of training text, int64 [count, ctx + 1], in which no document ends. UserError if there are too few."""
-    ends = np.cumsum(np.append(False, corpus.train == corpus.encoding.eot_token))  # before each token
-    starts = np.flatnonzero(ends[ctx + 1 :] == ends[: -ctx - 1])
-    check(len(starts) >= count, "ctx", ctx, "less: hardly any training document is longer")
+    """Windows of training text, int64 [count, ctx + 1], which neither overlap nor cross the end of a document.
+
+    UserError if there are too few.
+    """
+    ends = [-1, *np.flatnonzero(corpus.train == corpus.encoding.eot_token).tolist(), len(corpus.train)]
+    starts = [i for last, end in itertools.pairwise(ends) for i in range(last + 1, end - ctx, ctx + 1)]
+    check(len(starts) >= count, "ctx", ctx, f"less: the training documents have {len(starts)} such texts, not {count}")
     windows = [corpus.train[i : i + ctx + 1] for i in rng.choice(starts, count, replace=False)]
     return torch.from_numpy(np.stack(windows).astype(np.int64))
 
@@ -50,7 +54,8 @@ def loss(run: Run, windows: Tensor, method: dict[str, Any]) -> float:
     parts, change = windows.split(max(1, 2048 // n)), run.change([method], n, n)
     with devices.autocast(windows.device, "auto"):
         losses = [run.model.losses(x[:, :-1], x[:, -(n // 2) :], change=change) for x in parts]
-    check(math.isfinite(mean := torch.cat(losses).mean().item()), "loss", mean, "finite")
+    mean = torch.cat(losses).mean().item()
+    check(math.isfinite(mean), "run", run.name, f"another: with scaling={method['kind']} its loss is {mean}")
     return mean
 
 
@@ -90,7 +95,7 @@ def search(ctx: int, run: str, minutes: float, tries: int, seed: int, runs: str,
 
         def single_pairs(own: float, rest: float) -> list[float]:
             """What the divisor `own` of each pair alone adds to the loss with `rest` for all, on two of the texts."""
-            each = [[own if i == j else rest for i in pairs] for j in (-1, *pairs)]
+            each = [[rest] * len(pairs), *([own if i == j else rest for i in pairs] for j in pairs)]
             base, *losses = [measure(LONGROPE | {"long": x, "attention_factor": 1.0}, texts[:2]) for x in each]
             return [x - base for x in losses]
 
@@ -112,9 +117,7 @@ def draw(panels: tuple[dict[str, list], dict[str, list]], title: str, turns: Ten
     axes[0].set(title=title, ylabel="divisor of the frequency")
     axes[1].set(xlabel="rotary pair, from high to low frequency", ylabel="interpolated: change of the loss, nats/token")
     for ax, lines in zip(axes, panels, strict=True):
-        ends = [(len(y) - 1, y[-1], x, {"color": plots.color_of("methods", x)}) for x, y in lines.items()]
-        for *_, name, style in ends:
-            ax.plot(lines[name], marker="o", **style)
+        ends = plot_by_pair(ax, lines)
         ax.set_ymargin(0.15)
         plots.mark(ax, int((turns >= 1).sum()) - 0.5, "less than a rotation within L")
         plots.end_labels(ax, ends, space=16)

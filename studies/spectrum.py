@@ -10,7 +10,7 @@ import argparse
 import csv
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +108,20 @@ def write_csv(path: Path, lines: Iterable[Iterable[Any]]) -> None:
     write_atomically(path, lambda f: f.write(text.getvalue().encode()))
 
 
+def plot_by_pair(ax: Any, lines: Mapping[str, Sequence[float] | Tensor]) -> list[tuple]:
+    """Draw a line for each method, of a number for each pair -> the ends of the lines, for plots.end_labels."""
+    ends = []
+    for name, y in lines.items():
+        style = {"color": plots.color_of("methods", name), "linestyle": plots.CONTROL_DASHES if name == "none" else "-"}
+        ax.plot(y, marker="o", **style)
+        ends.append((len(y) - 1, float(y[-1]), plots.NAMES.get(name, name), style))
+    return ends
+
+
 def draw(by_method: dict[str, Tensor], ctx: int, title: str, path: Path) -> None:
     """Draw the rotations within ctx tokens against the index of the pair, with a line for each method."""
     fig, ax = plots.pyplot().subplots(figsize=(9, 5.2))
-    ends = []
-    for name, r in by_method.items():
-        dashes = plots.CONTROL_DASHES if name == "none" else "-"
-        style = {"color": plots.color_of("methods", name), "linestyle": dashes}
-        ax.plot(range(len(r)), r, marker="o", **style)
-        ends.append((len(r) - 1, r[-1].item(), plots.NAMES.get(name, name), style))
+    ends = plot_by_pair(ax, by_method)
     ax.axhline(1, color="#999999", linewidth=1)
     place = {"xytext": (-4, 4), "textcoords": "offset points", "ha": "right"}
     ax.annotate(f"one rotation within {ctx} tokens", (1, 1), xycoords=("axes fraction", "data"), **place, **plots.GREY)

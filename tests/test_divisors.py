@@ -36,11 +36,11 @@ def test_the_search_approaches_the_best_divisors_and_keeps_their_order():
 def test_windows_are_training_text_of_single_documents():
     text = np.where(np.isin(range(100), [19, 49, 99]), 0, range(1, 101))
     corpus = SimpleNamespace(train=text, encoding=SimpleNamespace(eot_token=0))
-    windows = divisors.training_windows(corpus, 28, 22, np.random.default_rng(0))
-    # Of 29 and 49 tokens: documents have 1 + 21 places
-    assert windows[:, 0].sort().values.tolist() == [21, *range(51, 72)] and (windows.diff(dim=1) == 1).all()
-    with pytest.raises(UserError, match="ctx=28"):
-        divisors.training_windows(corpus, 28, 23, np.random.default_rng(0))
+    windows = divisors.training_windows(corpus, 23, 3, np.random.default_rng(0))
+    # Of 24 tokens, in documents of 19, 29 and 49
+    assert windows[:, 0].sort().values.tolist() == [21, 51, 75] and (windows.diff(dim=1) == 1).all()
+    with pytest.raises(UserError, match="ctx=23"):
+        divisors.training_windows(corpus, 23, 4, np.random.default_rng(0))
 
 
 @pytest.mark.process

@@ -20,8 +20,9 @@ FROZEN = ("steps=1", "optim=adamw", "optim.lr=1e-12", "optim.warmup=0")  # keeps
 
 @pytest.fixture(scope="module")
 def parents(tmp_path_factory, cache):
-    """Runs of one step each: rope in both layouts, t5, learned positions and rope with a layer schedule."""
+    """Runs of one step each: four encodings, and rope with a layer schedule."""
     settings = {"rope": "pos=rope", "t5": "pos=t5_bias", "olmo3": "layers=olmo3", "learned": "pos=learned"}
+    settings |= {"fope": "pos=fope"}
     runs = [("steps=1", f"name={name}", setting) for name, setting in settings.items()]
     return train_smoke_runs(tmp_path_factory.mktemp("parents"), cache, *runs)
 
@@ -81,8 +82,15 @@ def test_a_larger_base_in_continued_training(changed):
     run, out = changed("init=abf", "ctx=256", "scaling=pi")
     assert "scaling=pi (factor 2)" in out and "encoding" not in run.cfg.pretrained
     # One at the parent's base keeps that of the parent, also where another encoding has the same frequencies
-    for pos in ([], ["pos=ssmax"]):
-        assert changed("init=rope", *pos, "ctx=128")[0].context.train_ctx == 64
+    for pos, ctx in (([], 64), (["pos=ssmax"], 64), (["pos=rope_resonance"], 128)):
+        assert changed("init=rope", *pos, "ctx=128")[0].context.train_ctx == ctx
+
+
+def test_coefficients_that_are_not_trained_are_those_of_the_settings(changed):
+    of_parent = trained("fope").model.pos.sums
+    assert not torch.equal(changed("init=fope", "++pos.context=20")[0].model.pos.sums, of_parent)
+    run, _ = changed("init=fope", "layers=olmo3", "seed=1")
+    assert torch.equal(run.model.pos.encodings[0].sums, of_parent)
 
 
 def test_rope_to_swan_keeps_the_frequencies_of_the_window_layers(changed):
@@ -136,6 +144,7 @@ def test_parameters_of_an_encoding_are_dropped_kept_or_new(changed, overrides, k
         (["init=t5", "pos.base=500000"], r"pos: got an unexpected keyword argument 'base'; there are buckets"),
         (["init=rope", "model.width=32"], r"init=rope: model\.width=32 cannot be chosen, it comes from that run"),
         (["init=rope", "pos=none", "scaling=yarn"], r"scaling=yarn is not applicable: .*pos=none has none"),
+        (["init=rope", "layers=gpt_oss"], r"layers=gpt_oss: its pos=sink_logits must be chosen"),
         (["init=learned", "ctx=128"], r"pos\.max_positions=64: must be at least ctx=128"),
     ],
 )

@@ -293,7 +293,7 @@ def test_exported_tokens_equal_ours(model, here, monkeypatch):
 REFUSED = {
     "pos=alibi": "pos.kind=alibi: must be rope, none to be exported",
     "pos=rope_partial": "pos.rotary_fraction=0.25: must be 1.0 to be exported",
-    "pos=rope_proportional pos.rotary_fraction=0.2": "pos.rotary_fraction=0.2: must be pairs of head_dim=32",
+    "pos=rope_proportional pos.rotary_fraction=0.2": "pos.rotary_fraction=0.2: must be a whole number of pairs of",
     "pos=rope_proportional scaling=pi": "scaling=pi: must be none with a proportional rotation",
     "attention=linear": "attention=linear: must be softmax to be exported",
     "model.attention_gate=element model=qwen3": "model.attention_gate=element: cannot be exported; the most similar",

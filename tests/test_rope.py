@@ -424,11 +424,10 @@ class RotateOverridden(Rope):
         return rotated_q, torch.cat((rotated_k[:, :, :1], k[:, :, 1:]), dim=2)
 
 
-class PrepareOverridden(Rope):
+class AdjustOverridden(Rope):
     """Rotates the queries by other angles than the keys."""
 
-    def prepare(self, positions, change):
-        tables = super().prepare(positions, change)
+    def adjust(self, tables, positions):
         tables.q = cos_sin(self.phase(self.inv_freq, positions.device), positions, start=2**61)
         return tables
 
@@ -440,10 +439,11 @@ class PhaseOverridden(Rope):
         return -super().phase(inv_freq, device) // torch.arange(1, len(inv_freq) + 1, device=device)
 
 
-SUBCLASSES = [RotateOverridden, PrepareOverridden, PhaseOverridden]
+SUBCLASSES = [RotateOverridden, AdjustOverridden, PhaseOverridden]
+ROPES = ["rope", "rope_interleaved", "rope_partial", "rope_proportional", "rope_resonance", *SUBCLASSES]
 
 
-@pytest.mark.parametrize("pos", ["rope", "rope_interleaved", "rope_partial", "rope_proportional", *SUBCLASSES])
+@pytest.mark.parametrize("pos", ROPES)
 def test_the_gpt_is_the_same_model_by_either_implementation(pos, monkeypatch):
     """Losses, gradients, and scaling, in float32: they differ in its rounding only. The kernel bypasses no subclass."""
     model, x = model_of("rope" if pos in SUBCLASSES else pos).float(), random_tokens()
@@ -455,7 +455,7 @@ def test_the_gpt_is_the_same_model_by_either_implementation(pos, monkeypatch):
     for name in ("torch", "triton"):
         monkeypatch.setattr(choice, "kernel", name)
         prepared = model.pos.prepare(torch.arange(3), ContextChange())
-        by_kernel = name == "triton" and pos not in (RotateOverridden, PrepareOverridden)
+        by_kernel = name == "triton" and pos not in (RotateOverridden, AdjustOverridden)
         assert isinstance(prepared, KernelInputs if by_kernel else Tables)
         loss = model.losses(x[:, :-1], x[:, 1:])
         gradients = torch.autograd.grad(loss.mean(), list(model.parameters()))

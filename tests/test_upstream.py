@@ -83,8 +83,10 @@ def test_cope_equals_x_transformers(given: dict[str, Any], want: Tensor):
 
 @frozen("pope")
 def test_pope_equals_x_transformers(given: dict[str, Any], want: Tensor):
-    """Some of the biases are outside of -2 pi .. 0, where they are clamped."""
-    check(Layer(given, "pope", delta=8 * wave(10, given["H"], given["D"]) - 3).output(), want)
+    """Theirs clamp their biases; ours are periodic."""
+    delta = (8 * wave(10, given["H"], given["D"]) - 3).clamp(-2 * math.pi, 0)
+    for turn in (0, 2 * math.pi):
+        check(Layer(given, "pope", delta=delta + turn).output(), want)
 
 
 @frozen("path")
@@ -107,6 +109,8 @@ def test_resonance_equals_its_authors(given: dict[str, Any], want: Tensor):
     for change, wavelengths in zip((NO_CHANGE, yarn), want, strict=True):
         _, sin = encoding.prepare(torch.tensor([1]), change).q
         check(sin[0] / change.attention_factor, (2 * math.pi / wavelengths).sin())
+    fast = encoding.inv_freq.new_tensor([20.0])  # no wavelength is rounded to 0
+    assert encoding.frequencies(ContextChange(inv_freq=fast)).item() == 2 * math.pi
 
 
 def bias(pos: str, given: dict[str, Any], knobs: list[str], parameters: dict[str, Tensor]) -> Tensor:

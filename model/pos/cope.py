@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from conf.errors import check
 from model import attention
-from model.attention import Heads, Where, repeat_heads
+from model.attention import Heads, Where
 from model.masks import ScoreBias, sees
 from model.pos import Encoding, Shape
 from model.scaling import ContextChange
@@ -30,16 +30,13 @@ class ContextualBias(ScoreBias):
     change: ContextChange
 
     def bias(self, q_index: Tensor, k_index: Tensor) -> Tensor:
-        q, k, change = self.heads.q, self.heads.k, self.change
-        wide = torch.promote_types(q.dtype, torch.float32)
+        q, k = self.heads.wide(q_index, k_index)
         with torch.autocast(q.device.type, enabled=False):
-            q = q[:, :, q_index - (k.shape[2] - q.shape[2])].to(wide)  # [B, H, Tq, D]
-            k = repeat_heads(k[:, :, k_index].to(wide), q.shape[1])
-            seen = sees(q_index[:, None], k_index, change.window, change.always_visible)
+            seen = sees(q_index[:, None], k_index, self.change.window, self.change.always_visible)
             gates = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).sigmoid() * seen
             positions = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=self.table.shape[1] - 1)  # [B, H, Tq, Tk]
             lower, upper = positions.floor(), positions.ceil()
-            logits = q @ self.table.to(wide)  # of whole positions, [B, H, Tq, positions]
+            logits = q @ self.table.to(q.dtype)  # of whole positions, [B, H, Tq, positions]
             share = positions - lower
             return logits.gather(-1, lower.long()) * (1 - share) + logits.gather(-1, upper.long()) * share
 

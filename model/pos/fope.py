@@ -16,8 +16,7 @@ from torch import Tensor
 
 from conf.errors import check
 from model.pos import Shape
-from model.pos.rope import Rope, Table, Tables
-from model.scaling import ContextChange
+from model.pos.rope import Rope, Tables
 
 
 class Fope(Rope):
@@ -29,7 +28,6 @@ class Fope(Rope):
     def __init__(self, shape: Shape, base: float, context: int, gain: float):
         super().__init__(shape, base, interleaved=False)
         check(context >= 7, "pos.context", context, "at least 7, or no pair rotates once within it")
-        assert self.inv_freq is not None  # Rope sets it
         P = len(self.inv_freq)
         self.inv_freq = self.inv_freq[self.inv_freq >= 2 * math.pi / context]
         M = len(self.inv_freq)
@@ -39,17 +37,11 @@ class Fope(Rope):
         sums[:, :M, :M] += torch.randn(2, M, M) * std
         self.register_buffer("sums", sums)
 
-    def summed(self, table: Table) -> Table:
-        (cos, sin), (of_cos, of_sin) = table, self.sums.to(table[0])
-        return cos @ of_cos, sin @ of_sin
-
-    def prepare(self, positions: Tensor, change: ContextChange) -> Tables:
-        near = super().prepare(positions, change)
-        assert isinstance(near, Tables)  # the kernel does not run for a subclass that overrides prepare
+    def adjust(self, tables: Tables, positions: Tensor) -> Tables:
+        sums = self.sums.to(tables.q)
         with torch.autocast(positions.device.type, enabled=False):
-            for tables in (near, *near.far):
-                tables.q, tables.k = self.summed(tables.q), self.summed(tables.k)
-        return near
+            q, k = ((x.flatten(1, -2) @ sums).view_as(x) for x in (tables.q, tables.k))
+        return Tables(q, k)
 
 
 build = Fope

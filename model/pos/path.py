@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from conf.errors import check
 from model import attention
-from model.attention import Heads, Where, repeat_heads, softcapped
+from model.attention import Heads, Where, softcapped
 from model.masks import ScoreBias
 from model.pos import Encoding, Shape
 
@@ -36,17 +36,18 @@ def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor) -> Tensor:
     q, k, w, beta = (F.pad(x, (0, 0, -x.shape[2] % CHUNK, 0)).unflatten(2, (-1, CHUNK)) for x in (q, k, w, beta))
     before = k.shape[2] - q.shape[2]  # chunks without queries
     u = beta * w
-    both = torch.cat((u, (u @ k.mT).tril(-1)), dim=-1)
-    both = torch.linalg.solve_triangular(u @ w.mT, both, upper=False, unitriangular=True)
-    x, y = both.split((w.shape[-1], CHUNK), dim=-1)  # the same for whole chunks, and from each key on
-    last_k = k - y.mT @ w  # keys as the last token of their chunk sees them
-    q_w = (q @ w[:, :, before:].mT).tril()
-    inside = q @ k[:, :, before:].mT - q_w @ y[:, :, before:]  # scores within a chunk
-    first_q = q - q_w @ x[:, :, before:]  # queries at the start of their chunk
-    moved, columns = q[:, :, :0].flatten(2, 3), []  # the queries of later chunks, moved to the end of chunk c
+    solved = torch.cat((u, (u @ k.mT).tril(-1)), dim=-1)
+    solved = torch.linalg.solve_triangular(u @ w.mT, solved, upper=False, unitriangular=True)
+    of_chunk, from_key = solved.split((w.shape[-1], CHUNK), dim=-1)  # for whole chunks, and from each key on
+    last_k = k - from_key.mT @ w  # keys as the last token of their chunk sees them
+    q_dot_w = (q @ w[:, :, before:].mT).tril()
+    inside = q @ k[:, :, before:].mT - q_dot_w @ from_key[:, :, before:]  # scores within a chunk
+    first_q = q - q_dot_w @ of_chunk[:, :, before:]  # queries at the start of their chunk
+    # moved: the queries of chunks after c, moved to the end of chunk c
+    moved, columns = q[:, :, :0].flatten(2, 3), []
     for c in reversed(range(k.shape[2])):
         column = moved @ last_k[:, :, c].mT
-        moved = moved - moved @ w[:, :, c].mT @ x[:, :, c]
+        moved = moved - moved @ w[:, :, c].mT @ of_chunk[:, :, c]
         if c >= before:
             column = torch.cat((inside[:, :, c - before], column), dim=2)
             moved = torch.cat((first_q[:, :, c - before], moved), dim=2)
@@ -64,12 +65,10 @@ class PathScores(ScoreBias):
     hidden_between: bool  # a query does not see all keys between two that it sees
 
     def bias(self, q_index: Tensor, k_index: Tensor) -> Tensor:
-        q, k = self.heads.q, self.heads.k
         # Keys that are hidden from all of these queries turn earlier ones, too
-        index = torch.arange(int(q_index[-1]) + 1, device=q.device) if self.hidden_between else k_index
+        index = torch.arange(int(q_index[-1]) + 1, device=q_index.device) if self.hidden_between else k_index
+        q, k = self.heads.wide(q_index, index)
         with torch.autocast(q.device.type, enabled=False):
-            q = q[:, :, q_index - (k.shape[2] - q.shape[2])].to(self.w.dtype)
-            k = repeat_heads(k[:, :, index].to(self.w.dtype), q.shape[1])
             scores = path_scores(q, k, self.w[:, :, index], self.beta[:, :, index]) * q.shape[-1] ** -0.5
         scores = softcapped(scores, self.heads.softcap)
         return scores[..., k_index] if self.hidden_between else scores

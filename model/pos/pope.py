@@ -2,7 +2,10 @@
 
 The score of query m and key n is the sum over c = 0 .. D - 1 of softplus(q_c) softplus(k_c) cos((n - m) theta_c +
 delta_c) / sqrt(D), theta_c = base^(-c/D). So this is RoPE of heads of width 2 D, whose pair c is (softplus(x_c), 0).
-The bias delta_c in -2 pi .. 0 is learned, for each head of each layer. Scores cost twice as much as RoPE's.
+The bias delta_c is learned, for each head of each layer. Scores cost twice as much as RoPE's.
+
+The authors clamp delta to -2 pi .. 0. Here it is free: as an angle it needs no limits, and at 0, where it starts, the
+clamp would end the training of every delta whose first step is upward.
 """
 
 import math
@@ -29,8 +32,7 @@ class AngleBias(nn.Module):
 
     def turned(self, q: Tensor) -> Tensor:
         """Rotated queries [B, H, S, 2 D] by -delta: the same as the keys by delta, but fewer keys may be shared."""
-        delta = self.delta.clamp(-2 * math.pi, 0)
-        return rotate(q, delta.cos(), -delta.sin()) * math.sqrt(2)  # attention divides by sqrt(2 D)
+        return rotate(q, self.delta.cos(), -self.delta.sin()) * math.sqrt(2)  # attention divides by sqrt(2 D)
 
     def forward(self, x: Tensor, heads: Heads, where: Where) -> Tensor:
         D = heads.v.shape[-1]
@@ -46,7 +48,8 @@ class Pope(Rope):
 
     def rotate(self, q: Tensor, k: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
         """[B, T, H or G, D] -> [B, T, H or G, 2 D]"""
-        q, k = (F.pad(F.softplus(x), (0, x.shape[-1])) for x in (q, k))
+        # Autocast computes softplus in float32 on a GPU
+        q, k = (F.pad(F.softplus(x).to(x.dtype), (0, x.shape[-1])) for x in (q, k))
         return super().rotate(q, k, prepared)
 
     def layer_module(self, layer: int) -> nn.Module:

@@ -19,15 +19,13 @@ from model.pos import Encoding, Shape, constant
 from model.regions import Region
 from model.scaling import ContextChange
 
-Table = tuple[Tensor, Tensor]  # cos and sin, float32 [T, P] or [B, T, P]
-
 
 @dataclass
 class Tables:
-    """Cosines and sines, which all layers share: those of q and of k."""
+    """Cosines and sines of q and of k, which all layers share: float32 [2, T, P] or [2, B, T, P]."""
 
-    q: Table
-    k: Table
+    q: Tensor
+    k: Tensor
     far: "list[Tables]" = field(default_factory=list)  # one for each region of ContextChange.position_map
 
     def rotate(self, q: Tensor, k: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -55,9 +53,11 @@ class KernelInputs:
 class Rope(Encoding):
     """Knobs: base, interleaved (pairs (2i, 2i + 1) rather than (i, i + P)), rotary_fraction, proportional.
 
-    A subclass may override `phase`, `prepare` or `rotate`. The kernel rotates by self.phase(...) and would bypass the
-    other two, so it runs only if the class overrides neither `prepare` nor `rotate`.
+    A subclass may override `frequencies`, `phase`, `adjust` or `rotate`. The kernel would bypass the last two, so it
+    runs only if the class overrides neither.
     """
+
+    inv_freq: Any  # always a Tensor
 
     def __init__(
         self, shape: Shape, base: float, interleaved: bool, rotary_fraction: float = 1.0, proportional: bool = False
@@ -76,28 +76,24 @@ class Rope(Encoding):
         self.inv_freq = base ** (-torch.arange(0, 2 * pairs, 2, dtype=torch.float64, device="cpu") / D)  # [pairs]
         self.still = D // 2 - pairs  # pairs at frequency 0: part of the rotary width, but not rotated
 
-    @property
-    def only_angles(self) -> bool:
-        """Whether positions act through the angles alone: the kernel would bypass what a subclass overrides."""
-        return type(self).prepare is Rope.prepare and type(self).rotate is Rope.rotate
+    def frequencies(self, change: ContextChange) -> Tensor:
+        """Those of `change`, or else the trained ones, float64 [pairs]."""
+        return self.inv_freq if change.inv_freq is None else change.inv_freq
 
     def phase(self, inv_freq: Tensor, device: torch.device) -> Tensor:
         """Frequencies, float64 [pairs] -> rotations per position times 2^64, int64 [P] with P = pairs + still."""
         return phase(torch.cat((inv_freq, inv_freq.new_zeros(self.still)))).to(device)
 
     def prepare(self, positions: Tensor, change: ContextChange) -> Any:
-        """The angles of positions int64 [T] or [B, T], with the frequencies of `change` or else the trained ones.
-
-        Tables of cosines and sines for plain torch, or KernelInputs.
-        """
-        inv_freq = self.inv_freq if change.inv_freq is None else change.inv_freq
-        assert inv_freq is not None  # __init__ sets it
-        if self.only_angles and uses_triton(positions.device):
+        """The angles of positions int64 [T] or [B, T]: Tables for plain torch, or KernelInputs."""
+        inv_freq = self.frequencies(change)
+        plain = type(self).adjust is Rope.adjust and type(self).rotate is Rope.rotate
+        if plain and uses_triton(positions.device):
             near = KernelInputs(self.phase_on(positions.device, inv_freq), positions, change.attention_factor)
         else:
             # On both q and k, so the scores grow by its square (YaRN, arXiv 2309.00071, section 3.4).
             both = self.table(inv_freq, positions, change.attention_factor)
-            near = Tables(both, both)
+            near = self.adjust(Tables(both, both), positions)
         if change.position_map is not None:
             near.far = [self.region_tables(x, inv_freq, positions, change) for x in change.position_map.regions()]
         return near
@@ -108,17 +104,20 @@ class Rope(Encoding):
             return self.phase(inv_freq, device)
         return constant(self.phase(inv_freq, inv_freq.device).tolist(), torch.int64, device)
 
-    def table(self, inv_freq: Tensor, positions: Tensor, factor: float, start: Tensor | int = 0) -> Table:
+    def table(self, inv_freq: Tensor, positions: Tensor, factor: float, start: Tensor | int = 0) -> Tensor:
         """cos and sin times factor, at positions int64 [T] or [B, T]. start: as in cos_sin."""
-        cos, sin = cos_sin(self.phase_on(positions.device, inv_freq), positions, start)
-        return cos * factor, sin * factor
+        return torch.stack(cos_sin(self.phase_on(positions.device, inv_freq), positions, start)) * factor
 
     def region_tables(self, region: Region, inv_freq: Tensor, positions: Tensor, change: ContextChange) -> Tables:
         """The angles of a region of change.position_map."""
         slow, factor = inv_freq / region.slow, change.attention_factor
         start = region.start * self.phase_on(positions.device, inv_freq - slow)
         q = self.table(slow, region.q(positions), factor, start)
-        return Tables(q, self.table(slow, region.k(positions), factor))
+        return self.adjust(Tables(q, self.table(slow, region.k(positions), factor)), positions)
+
+    def adjust(self, tables: Tables, positions: Tensor) -> Tables:
+        """For subclasses: tables with other numbers in place of these, which are near pairs' or those of a region."""
+        return tables
 
     def rotate(self, q: Tensor, k: Tensor, prepared: Any) -> tuple[Tensor, Tensor]:
         return prepared.rotate(q, k, self.interleaved)

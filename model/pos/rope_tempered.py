@@ -10,7 +10,6 @@ from torch import Tensor
 from conf.errors import check
 from model.pos import Shape
 from model.pos.rope import Rope, Tables
-from model.scaling import ContextChange
 
 
 class TemperedRope(Rope):
@@ -24,13 +23,9 @@ class TemperedRope(Rope):
         check(every >= 1, "pos.every", every, "at least 1")
         self.amount, self.every = amount, every
 
-    def prepare(self, positions: Tensor, change: ContextChange) -> Tables:
-        near = super().prepare(positions, change)
+    def adjust(self, tables: Tables, positions: Tensor) -> Tables:
         factor = 1 + self.amount * torch.log1p((positions // self.every).clamp(min=0).float())[..., None]
-        for tables in (near, *near.far):
-            cos, sin = tables.q
-            tables.q = cos * factor, sin * factor
-        return near
+        return Tables(tables.q * factor, tables.k)
 
 
 build = TemperedRope

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from conf.errors import check
 from model.pos import Shape, constant
-from model.pos.rope import Rope, Table, Tables
-from model.scaling import ContextChange
+from model.pos.rope import Rope, Tables
 
 
 class XPos(Rope):
@@ -24,24 +23,13 @@ class XPos(Rope):
         zeta = (torch.arange(P, dtype=torch.float64, device="cpu") / P + gamma) / (1 + gamma)
         self.log_zeta = (zeta.log() / scale_base).tolist()  # [P], per token; a list, because no cast can touch it
 
-    def prepare(self, positions: Tensor, change: ContextChange) -> Tables:
-        """Rope's tables, those of q times the decay and those of k divided by it."""
-        tables = super().prepare(positions, change)
-        assert isinstance(tables, Tables)  # the kernel does not run for a subclass that overrides prepare
+    def adjust(self, tables: Tables, positions: Tensor) -> Tables:
+        """Those of q times the decay and those of k divided by it."""
         # With the middle position as c, contexts can be twice as long (70,000 tokens) before a power leaves float32.
         centred = positions.float() - (positions.amin() + positions.amax()).float() / 2
         log_zeta = constant(self.log_zeta, torch.float32, positions.device)
         decay = (centred.unsqueeze(-1) * log_zeta).exp()  # [T, P] or [B, T, P]
-
-        def times(table: Table, factor: Tensor) -> Table:
-            return table[0] * factor, table[1] * factor
-
-        def decayed(tables: Tables) -> Tables:
-            return Tables(times(tables.q, decay), times(tables.k, 1 / decay))
-
-        result = decayed(tables)
-        result.far = [decayed(far) for far in tables.far]
-        return result
+        return Tables(tables.q * decay, tables.k * (1 / decay))
 
 
 build = XPos

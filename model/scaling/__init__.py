@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
 
-from conf.errors import UserError
+from conf.errors import UserError, check
 from conf.layer_schedule import LayerType
 from conf.registry import build_from_knobs, load_kind, yaml_name
 from model.regions import PositionMap
@@ -46,6 +46,16 @@ class TrainedContext:
         return self.frequencies
 
     inv_freq = property(require_rotation)  # trained.inv_freq, as methods write it
+
+    def checked_size(self, size: int | None, default: int) -> int:
+        """The knob `size` of a map of positions, tokens, or `default` for None: between 1 and the trained context.
+
+        NotApplicable for an encoding that does not rotate.
+        """
+        self.require_rotation()
+        L = self.longest_trained_ctx
+        check(size is None or 1 <= size <= L, "scaling.size", size, f"between 1 and the trained context, {L}")
+        return max(1, default) if size is None else size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from conf.errors import check
-from model.regions import PositionMap, Region, checked_size
+from model.regions import PositionMap, Region
 from model.scaling import ContextChange, TrainedContext
 
 PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
@@ -47,8 +47,7 @@ def scale(
     None: L / 8. always: also at n <= L.
     """
     L = trained.longest_trained_ctx
-    trained.require_rotation()
-    c = checked_size(size, default=3 * L // 4, L=L)
+    c = trained.checked_size(size, default=3 * L // 4)
     w = min(L // 8, c - 1) if local is None else local
     check(0 <= w < c, "scaling.local", local, f"at least 0 and less than size={c}")
     return ContextChange(position_map=Chunks(c - w, c)) if n > L or always else ContextChange()

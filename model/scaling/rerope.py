@@ -8,7 +8,7 @@ Evaluation only: used in training it destroys extrapolation (kexue.fm/archives/9
 import math
 
 from conf.errors import UserError
-from model.regions import Clipped, checked_size
+from model.regions import Clipped
 from model.scaling import ContextChange, NotApplicable, TrainedContext
 
 PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
@@ -22,8 +22,7 @@ def scale(
     L are trained, so this raises the loss there (its tax: docs/measuring.md).
     """
     L = trained.longest_trained_ctx
-    trained.require_rotation()
-    w = checked_size(size, default=L // 2, L=L)
+    w = trained.checked_size(size, default=L // 2)
     if leak == "auto":
         if w == L:
             raise NotApplicable(f"leak=auto needs size below the trained context, {L}")

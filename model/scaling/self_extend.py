@@ -11,7 +11,7 @@ import itertools
 from dataclasses import dataclass
 
 from conf.errors import UserError
-from model.regions import PositionMap, Region, checked_size
+from model.regions import PositionMap, Region
 from model.scaling import ContextChange, NotApplicable, TrainedContext
 
 PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
@@ -35,8 +35,7 @@ def scale(
     "auto": the fewest with which no distance exceeds L. always: also at n <= L.
     """
     L = trained.longest_trained_ctx
-    trained.require_rotation()
-    w = checked_size(size, default=L // 2, L=L)
+    w = trained.checked_size(size, default=L // 2)
     if group == "auto":
         if w == L:
             raise NotApplicable(f"group=auto needs size below the trained context, {L}")

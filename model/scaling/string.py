@@ -10,7 +10,7 @@ shifted. Evaluation only.
 from dataclasses import dataclass
 
 from conf.errors import check
-from model.regions import PositionMap, Region, checked_size
+from model.regions import PositionMap, Region
 from model.scaling import ContextChange, TrainedContext
 
 
@@ -31,8 +31,7 @@ def scale(
     in tokens, None: 32 or S / 2, whichever is less. No distance exceeds L up to n = L + S - W. always: also at n <= L.
     """
     L = trained.longest_trained_ctx
-    trained.require_rotation()
-    S = checked_size(size, default=L // 3, L=L)
+    S = trained.checked_size(size, default=L // 3)
     W = min(32, S // 2) if local is None else local
     check(0 <= W <= S, "scaling.local", local, f"at least 0 and at most size={S}")
     return ContextChange(position_map=Shifted(S, W)) if n > L or always else ContextChange()
