@@ -11,18 +11,18 @@ from tests.source import ROOT, circle, code_lines, edges, functions, imports_of,
 
 # Limits, and where they are above the aim, the aim: a limit rises only with what a new feature needs
 BUDGETS = {
-    "commands": 553,
+    "commands": 551,
     "conf": 580,
     "data": 569,
-    "engine": 820,
+    "engine": 823,
     "kernels": 338,
-    "model": 1598,
+    "model": 1565,
     "measure": 1524,
     "hf": 1269,
-    "studies": 1735,
+    "studies": 1734,
     "bench": 492,
-    "product": 9478,
-    "tests": 8565,
+    "product": 9445,
+    "tests": 8577,
 }
 AIMS = BUDGETS | {
     **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100, "studies": 1500},
