@@ -18,6 +18,7 @@ NAMES = {"none": "no scaling", "window": "window control"}  # of labels, in figu
 GREY = {"color": "#666666", "fontsize": 9}  # small text
 DASHES = ["-", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)), (0, (5, 1, 1, 1, 1, 1))]
 MARKERS = "os^DvPX*"
+MOST = 8  # curves in a picture: more cannot be told apart
 
 
 @functools.cache
@@ -96,12 +97,15 @@ Values = Callable[[Curve], np.ndarray]  # [3, lengths]: the line of a curve, the
 def draw_curves(
     curves: Sequence[Curve], values: Values, title: str, ylabel: str, levels: Sequence[float] = (), nats: float = 0.0
 ) -> Any:
-    """A figure with each curve as a line with a band, and marks at the trained contexts. levels: of dotted lines.
+    """A figure with the curves as lines with bands, and marks at the trained contexts. levels: of dotted lines.
 
+    Of more than MOST curves it has no scaling, the window control, and the best ones at their longest length.
     nats: per token for each bit per byte, if that is the unit; then a second axis shows perplexities.
     """
     fig, ax = pyplot().subplots(figsize=(9, 5.2))
-    ends = []
+    ranked = sorted(curves, key=lambda c: (c.label not in ("none", "window"), c.overall[-1].loss))
+    title += f"; {MOST} of {len(curves)} curves: controls and the best" if len(curves) > MOST else ""
+    ends, curves = [], [curve for curve in curves if curve in ranked[:MOST]]
     for curve in curves:
         (style, text), ns, (y, low, high) = curve_style(curve, curves), [row.n for row in curve.overall], values(curve)
         ax.plot(ns, y, **style)

@@ -22,7 +22,7 @@ from model.spectrum import frequencies
 from studies.spectrum import scaled, write_csv
 
 HEAD_DIM, POSITIONS, L = 64, 2048, 256  # D, the number of distances, the trained context of the scalings
-BASES = (1, 10, 100, 500, 5000, 10000, 50000)
+BASES = (1, 100, 500, 5000, 50000)  # 10000 is in the panel of the scalings
 SCALINGS = ("none", "pi", "ntk", "yarn")  # at base 10000
 # Below the figure; D: head_dim
 SYMBOLS = """D = {D} is the width of a head, θᵢ = base^(-2i/D) the angle by which pair i rotates per token, in radians.

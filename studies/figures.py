@@ -1,6 +1,6 @@
 """The figures of the study, from the rows of studies.matrix: python -m studies.figures
 
-    encodings   perplexity against context length
+    encodings   perplexity against context length, of seven encodings
     scaling     the same for the scaling methods on rope
     finetune    perplexity against the number of fine-tuning tokens
     base        perplexity against RoPE's base
@@ -31,8 +31,9 @@ from studies.spectrum import base_bound, scale_matched_base
 
 HEAD_DIM = 64  # of every size of the study
 FEWEST_FOR_A_BAND = 3  # seeds: the range of two of them says little
+ENCODINGS = ("rope", "alibi", "xpos", "none", "learned", "t5_bias", "fire")  # of the figure `encodings`
 METHODS = ("none", "pi", "ntk", "ntk_by_parts", "yarn", "rerope")  # of the figure `scaling`
-SCHEDULES = ("gemma3", "sssl", "smollm3", "swan", "window_only")
+SCHEDULES = ("gemma3", "sssl", "smollm3", "swan")
 FORMATS = (".png", ".svg", ".pdf")
 
 Style = dict[str, Any]  # colour and dashes of a line
@@ -136,10 +137,11 @@ def one_panel(rows: Rows, lines: Sequence[Line], title: str, runs: Iterable[str]
 
 
 def encodings(rows: Rows) -> Any:
-    """Every encoding without scaling, and rope's window control."""
-    runs = {run: "NoPE (none)" if run == "none" else run for run in rows.runs("encodings")}
+    """The encodings of ENCODINGS without scaling, and rope's window control."""
+    present = rows.runs("encodings")
+    runs = {run: "NoPE (none)" if run == "none" else run for run in ENCODINGS if run in present}
     lines = [over_lengths(rows, run, "none", name, style_of(run)) for run, name in runs.items()]
-    title = "Extrapolation of each positional encoding past the trained context"
+    title = "Extrapolation of positional encodings past the trained context"
     return one_panel(rows, [*lines, window_control(rows)], title, runs)
 
 
@@ -262,9 +264,7 @@ def layers(rows: Rows) -> Any:
 LAYER_PANELS = {
     "encodings": [(run, "none", run, color_of("encodings", run)) for run in (*NEWER_ENCODINGS, "sink_logits", "cope")],
     "layer schedules": [
-        ("none", "none", "NoPE (none)", color_of("encodings", "none")),
         *((run, "none", run, color_of("encodings", f"rope+{run}")) for run in SCHEDULES),
-        ("swan", "logn", "swan, logn", color_of("encodings", "rope+swan")),
         ("gemma3", "yarn", "gemma3, yarn", color_of("encodings", "rope+gemma3")),
     ],
     "rope, changed after its training": [

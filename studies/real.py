@@ -32,6 +32,7 @@ SWEEPS = (("scaling=pi,ntk,yarn,llama3",), ("scaling=rerope", "plus=logn"))  # n
 METHODS = ("none", "pi", "ntk", "yarn", "llama3", "rerope + logn")
 FACTORS = (1.0, 1.5, 2.0)  # lengths, as multiples of L
 Gains = dict[tuple[str, float], np.ndarray]  # (method, n / L) -> its gain, nats per token [seeds, documents]
+TICKS = (-3, -1, -0.3, -0.1, 0, 0.1)  # nats per token, of the figure
 TINY = "rope"  # the run of results/matrix.jsonl that is set beside it
 
 # ---- measure ----
@@ -186,11 +187,12 @@ def draw(panels: dict[str, Gains], path: Path) -> None:
             ax.errorbar(x, means, ends, color=plots.color_of("methods", method), **look)
         ax.axhline(0, color="#333333", linewidth=1)
         ax.set_yscale("symlog", linthresh=0.3)
+        ax.set_yticks(TICKS, [f"{y:g}" for y in TICKS])
         ax.set_xticks(FACTORS, [f"{f:g}" for f in FACTORS])
         ax.set_xlabel("context length n / L")
         ax.set_title(title, fontsize=9, loc="left")
     axes[0][0].set_ylabel("gain over the better control, nats/token")
-    axes[0][-1].legend(fontsize=8, frameon=False, loc="lower left")
+    axes[0][-1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     fig.tight_layout()
     plots.save(fig, path, ".png", ".svg", ".pdf")
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.text import Annotation, Text
 
 from conf.registry import yaml_values
@@ -126,8 +126,25 @@ def test_with_several_encodings_the_colour_is_theirs_and_the_dashes_are_the_meth
     fig = drawn(Losses().draw, curves, Path("x.png"), "title")
     lines = [line for line in fig.axes[0].lines if len(line.get_xdata()) == 2 and line.get_marker() != "None"]
     names = {a.get_text(): a.get_color() for a in names_at_line_ends(fig)}
-    assert names["rope-s1, ntk"] == plots.COLORS["encodings"]["rope"] != names["alibi, ntk"]
-    assert len({(line.get_color(), line.get_marker(), str(line._dash_pattern)) for line in lines}) == 9
+    assert names["rope-s1, ntk"] == plots.COLORS["encodings"]["rope"] != names["alibi, no scaling"]
+    assert len({(line.get_color(), line.get_marker(), str(line._dash_pattern)) for line in lines}) == plots.MOST < 9
+
+
+# What is left of linear RGB with protanopia and deuteranopia (Machado et al. 2009, severity 1), and RGB -> XYZ (sRGB)
+PROTANOPIA = [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+DEUTERANOPIA = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+XYZ = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+
+
+@pytest.mark.parametrize("kind", ["methods", "encodings"])
+@pytest.mark.parametrize("sight", [np.eye(3).tolist(), PROTANOPIA, DEUTERANOPIA], ids=["full", "protan", "deutan"])
+def test_colours_are_apart_for_colour_blind_readers_too(kind, sight):
+    rgb = np.array([to_rgb(color) for color in plots.COLORS[kind].values()])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    x, y, z = np.cbrt(np.array(XYZ) @ (np.array(sight) @ linear.T).clip(0.001, 1) / [[0.9505], [1], [1.0888]])
+    lab = np.stack((116 * y, 500 * (x - y), 200 * (y - z)))  # CIE 1976
+    distances = np.linalg.norm(lab[:, None] - lab[:, :, None], axis=0)
+    assert distances[np.triu_indices(len(rgb), 1)].min() > 9.8
 
 
 # ---- names at the ends of the lines ----
