@@ -29,7 +29,7 @@ from engine.files import locked
 from measure.curves import Curve, Row, losses_file, read_curve, write_jsonl
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
 from measure.gain import controls
-from measure.intervals import interval_text, mean_interval
+from measure.intervals import interval_text, mean_interval, ratio_interval
 from measure.report import print_table
 from measure.tasks.matched import NEAR, Matched
 from measure.tasks.prefix import Prefix
@@ -187,26 +187,14 @@ def group_rows(evaluation: Evaluation, curves: dict[str, Curve], method: Method,
             inside = group == i  # [documents, windows, scored]
             counts = inside.sum(axis=(1, 2))
             loss, reference = ((x * inside).sum(axis=(1, 2)) for x in (losses, control))
-            mean, low, high = ratio(reference - loss, counts)
             found: dict[str, Any] = {"run": row.run, "label": row.label, "n": row.n, "group": name}
             found |= {"targets": int(counts.sum()), "share": round(float(inside.mean()), 4)}
-            found |= {"loss": ratio(loss, counts)[0], "control": ratio(reference, counts)[0]}
-            rows.append(found | {"gain": mean, "low": low, "high": high})
+            found |= dict.fromkeys(("loss", "control", "gain", "low", "high"))  # None for a group without targets
+            if counts.any():
+                found |= {"loss": loss.sum() / counts.sum(), "control": reference.sum() / counts.sum()}
+                found |= zip(("gain", "low", "high"), ratio_interval(reference - loss, counts), strict=True)
+            rows.append(found)
     return rows
-
-
-def ratio(sums: np.ndarray, counts: np.ndarray, draws: int = 4000) -> tuple[float | None, float | None, float | None]:
-    """(mean, low, high) of sum(sums) / sum(counts) with the 95 % bootstrap interval over documents, both [documents].
-
-    Nones for a group without targets.
-    """
-    if not counts.sum():
-        return None, None, None
-    picks = np.random.default_rng(0).integers(len(sums), size=(draws, len(sums)))
-    totals = counts[picks].sum(axis=1)
-    values = sums[picks].sum(axis=1)[totals > 0] / totals[totals > 0]
-    low, high = np.percentile(values, [2.5, 97.5])
-    return float(sums.sum() / counts.sum()), float(low), float(high)
 
 
 def print_groups(rows: Iterable[dict[str, Any]], title: str) -> None:

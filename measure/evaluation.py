@@ -28,7 +28,7 @@ from engine import device as devices, distributed
 from engine.progress import StopSignal, flops_per_token, progress_bar
 from engine.run import Run
 from measure.curves import FORMAT, Curve, Row, add_rows, read_curve
-from measure.intervals import bootstrap
+from measure.intervals import mean_interval
 from measure.tasks import Piece, build
 from model.scaling import ContextChange
 
@@ -240,9 +240,9 @@ class Evaluation:
         nats = losses[..., 0] if task.accuracy else losses  # [B, scored]
         hits = losses[..., 1].mean(axis=1).round(4).tolist() if task.accuracy else []
         n_bytes = sum(int(run.corpus.token_bytes[piece.scored_targets()].sum()) for piece, _ in measured)
-        loss, nll = nats.mean(), nats.sum(axis=1).round(4).tolist()
+        nll = nats.sum(axis=1).round(4).tolist()
+        loss, low, high = mean_interval(nats.reshape(1, len(task.names), -1).mean(axis=2))
         bits_per_byte = float(loss * nats.size / math.log(2) / n_bytes)
-        low, high = bootstrap(nats.reshape(len(task.names), -1).mean(axis=1))
 
         row: dict[str, Any] = self.facts | {"run": run.name, "seed": run.cfg.seed, "targets": self.target_keys[n]}
         row |= {key: getattr(context, key) for key in ("pos", "train_ctx", "longest_trained_ctx")}

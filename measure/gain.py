@@ -88,7 +88,7 @@ def over_seeds(rows: list[Row], windows: list[Row], nones: list[Row]) -> dict[st
     """
     if all(row.hits for row in rows):
         hits = 100 * np.array([row.hits for row in rows])  # [seeds, examples]
-        return {ACCURACY: (*mean_interval(hits), hits.mean(axis=1))}
+        return {ACCURACY: (*np.clip(mean_interval(hits), 0, 100), hits.mean(axis=1))}
     losses = np.array([row.loss for row in rows])
     mean, low, high = losses.mean(), rows[0].low, rows[0].high
     if len(rows) > 1:

@@ -2,8 +2,7 @@
 
 A deployed model has a fixed factor, ctx / L, so it pays a tax at shorter lengths, which is measured at L. All losses
 are those of the same targets: at a length n the last n tokens up to them are given. A round scores one window with all
-methods; the first rounds take one window of each document, later ones the next. Intervals are t intervals over
-documents, because a bootstrap over fewer than 16 is too narrow.
+methods; the first rounds take one window of each document, later ones the next.
 """
 
 import contextlib

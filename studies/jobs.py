@@ -16,7 +16,7 @@ from engine.device import autocast
 from engine.files import commit
 from engine.run import Run
 from measure.curves import Row, read_run, select_shared
-from measure.intervals import bootstrap
+from measure.intervals import mean_interval
 from measure.tasks.matched import NEAR, Matched
 from model.scaling import resolve
 from studies.plan import MAIN_METHODS, Job, Size
@@ -147,8 +147,7 @@ def shifted(unscaled: Row, run: Run, task: Matched) -> list[Row]:
         with autocast(torch.device("cpu"), run.cfg.dtype):
             passes = zip(piece.tokens.split(32), piece.targets.split(32), strict=True)
             losses = torch.cat([run.model.losses(*part, torch.arange(n) + start).double() for part in passes])
-        loss = losses.mean().item()
-        low, high = bootstrap(losses.view(unscaled.documents, -1).mean(dim=1).numpy())
+        loss, low, high = mean_interval(losses.view(1, unscaled.documents, -1).mean(dim=2).numpy())
         values = {"loss": loss, "low": low, "high": high, "ppl": math.exp(min(loss, 700))}
         values |= {"bits_per_byte": unscaled.bits_per_byte * loss / unscaled.loss}
         nll = losses.sum(dim=1).numpy().round(4).tolist()

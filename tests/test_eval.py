@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 import compare
 from conf.errors import UserError
@@ -29,7 +30,7 @@ from measure.breakdowns import position_rows
 from measure.curves import Curve, Row, losses_file, read_curve, select_shared
 from measure.evaluation import NONE, WINDOW, Evaluation, Method, requested_method
 from measure.gain import better_controls, controls, gain
-from measure.intervals import bootstrap
+from measure.intervals import mean_interval
 from measure.report import Losses, print_table
 from measure.tasks import Piece, Task
 from measure.tasks.matched import NEAR, Matched
@@ -242,7 +243,7 @@ def test_a_document_of_near_copies_keeps_its_length_and_its_windows_apart(ctx):
 
 
 def test_loss_by_position_is_the_mean_of_each_bucket():
-    nats = torch.arange(200.0).expand(3, -1)
+    nats = np.tile(np.arange(200.0), (3, 1))
     rows = position_rows(nats)
     assert [(r["from"], r["to"]) for r in rows] == [(0, 63), (64, 127), (128, 199)]
     assert [r["loss"] for r in rows] == [31.5, 95.5, 163.5]
@@ -262,17 +263,15 @@ def test_evaluated_lengths_of_a_run(overrides, lengths, tmp_path):
     assert stub_evaluation(StubModel(), any_task_corpus(), tmp_path, *overrides, "documents=2").lengths == lengths
 
 
-def test_bootstrap_is_paired_and_weights_tokens():
+def test_the_interval_is_paired_and_weights_tokens():
     rng = np.random.default_rng(1)
     hard = rng.normal(30, 10, size=40)  # documents differ a lot
     method, window = row((hard - 2 + rng.normal(0, 0.5, 40)).tolist()), row(hard.tolist())
     mean, low, high = gain(method, window)
     assert mean == pytest.approx(np.mean(np.array(window.nll) - np.array(method.nll)) / 10)
     assert low < mean < high and high - low < 0.05  # unpaired it would be about 0.9
-    # the interval of a mean, against the textbook's
-    low, high = bootstrap(hard)
-    half = 1.96 * hard.std(ddof=1) / math.sqrt(40)
-    assert (low, high) == pytest.approx((hard.mean() - half, hard.mean() + half), rel=0.03)
+    want = stats.t.interval(0.95, 39, hard.mean(), stats.sem(hard))
+    assert mean_interval(hard[None])[1:] == pytest.approx(want)
     assert gain(window, window) == (0, 0, 0)
 
 
@@ -281,7 +280,7 @@ def test_gains_are_of_the_windows_that_both_rows_have():
     method = row([5.0, 20.0, 10.0, 40.0], (0, 7))
     mean, low, high = gain(method, control)
     assert mean == pytest.approx(((10 - 5 + 30 - 20) + (20 - 10 + 50 - 40)) / 40)
-    assert (low, high) == pytest.approx((7.5 / 10, 10 / 10))  # of the two documents: 15 / 20 and 20 / 20
+    assert (low, high) == pytest.approx(stats.t.interval(0.95, 1, 0.875, 0.125))  # 15 / 20 and 20 / 20
 
 
 @pytest.mark.parametrize(

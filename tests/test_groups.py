@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from conf.errors import UserError
 from conf.registry import yaml_values
@@ -16,7 +17,7 @@ from measure.breakdowns import Breakdowns, Groups, antecedent_groups, antecedent
 from measure.curves import Curve, add_rows, read_curve, write_jsonl
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
 from measure.gain import controls, gain
-from measure.intervals import bootstrap
+from measure.intervals import mean_interval, ratio_interval
 from model.scaling import ContextChange
 from tests.helpers import StubModel, eval_settings, held_out, line_of, stub_evaluation
 
@@ -145,10 +146,14 @@ def test_far_lengths_use_the_groups_of_their_windows(tmp_path):
 
 
 def test_ratio_weights_documents_by_their_targets():
-    sums, counts = np.array([2.0, 12.0, 0.0]), np.array([1, 4, 0])
-    assert breakdowns.ratio(sums, counts) == (14 / 5, 2.0, 3.0)  # a draw has document 0 or 1 alone, or both
-    assert breakdowns.ratio(sums, np.zeros(3, dtype=int)) == (None, None, None)
-    assert breakdowns.ratio(4 * sums, np.full(3, 4)) == pytest.approx((sums.mean(), *bootstrap(sums)))
+    rng = np.random.default_rng(0)
+    sums, counts, D = rng.normal(2, 1, 12), rng.integers(0, 9, 12), 12
+    weights = 1 + 1e-6 * np.vstack((np.zeros(D), np.eye(D)))  # the infinitesimal jackknife
+    mean, *shifted = (weights @ sums) / (weights @ counts)
+    variance = ((np.array(shifted) - mean) ** 2).sum() * 1e12 * D / (D - 1)
+    want = stats.t.interval(0.95, D - 1, mean, variance**0.5)
+    assert ratio_interval(sums, counts) == pytest.approx((mean, *want), rel=1e-4)
+    assert ratio_interval(4 * sums, np.full(D, 4)) == pytest.approx(mean_interval(sums[None]))
 
 
 # ---- key tokens ----
