@@ -60,7 +60,7 @@ def draw(curves: Sequence[Curve], title: str) -> dict[str, Any]:
     contexts = {row.train_ctx for curve in curves for row in curve.rows}
     place = {"xanchor": "left", "y": 1.1}
     layout = quantities[0]["args"][1] | {
-        "title_text": title,
+        **{"title_text": title, "title_y": 0.98, "title_yanchor": "top", "margin_t": 140},  # above the menus
         "xaxis": {"title_text": "context length n, tokens", "type": "log", "tickvals": [2**k for k in range(4, 24)]},
         "shapes": [{"type": "line", "x0": L, "x1": L, "yref": "paper", "y0": 0, "y1": 1} for L in contexts],
         "updatemenus": [{"buttons": quantities, "x": 0, **place}, {"buttons": selection, "x": 0.3, **place}],
