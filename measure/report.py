@@ -23,6 +23,7 @@ from measure.intervals import interval_text
 
 WIDTH = 80  # columns of what is printed
 COLOR = re.compile(r"\033\[\d+m")
+OWN = 0.85  # of a model's own accuracy at the shortest length (NoLiMa, Modarressi et al. 2025, arXiv 2502.05167)
 NO_LENGTH = 0  # the effective context of a method that is below the threshold at the shortest length
 
 
@@ -192,12 +193,16 @@ class Accuracy:
             print(f"\nn={n}, by distance of the answer, tokens")
             rows = {name: {x.distance: x for x in c.rows if x.n == n and x.distance} for name, c in runs.items()}
             print_table({k: {d: f"{100 * np.mean(x.hits):.0f}" for d, x in at.items()} for k, at in rows.items()})
-        solved = f"the accuracy is at least {100 * self.threshold:g} % at every length"
-        print(f"\neffective context: the longest n up to which {solved}")
+        print("\nwhole answers right, %")
+        print_table({k: {x.n: f"{100 * np.mean(np.equal(x.hits, 1)):.0f}" for x in c.overall} for k, c in runs.items()})
+        print("\neffective context [95 %]: the longest n up to which the accuracy is at every length at least")
+        lines = {}
         for name, c in runs.items():
-            ns = [row.n for row in c.overall]
-            n, low, high = (describe_context(x, ns) for x in effective_context(c, self.threshold))
-            print(f"{name:<{max(map(len, runs))}}  {n:>7} [{low}, {high}]")
+            ns, own = [row.n for row in c.overall], OWN * (c.overall[0].accuracy or math.inf)
+            levels = {f"{100 * self.threshold:g} %": self.threshold, f"{100 * OWN:g} % of its own at {ns[0]}": own}
+            found = {k: [describe_context(n, ns) for n in effective_context(c, x)] for k, x in levels.items()}
+            lines[name] = {k: f"{n} [{low}, {high}]" for k, (n, low, high) in found.items()}
+        print_table(lines)
 
     def draw(self, shown: Sequence[Curve], path: Path, title: str, curves: Sequence[Curve] = ()) -> None:
         """Accuracy against context length, with 95 % bands."""

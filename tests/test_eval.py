@@ -617,7 +617,7 @@ def test_compare_lays_runs_over_each_other(runs, monkeypatch):
     assert "left out: runs/rope/eval/broken.jsonl: not a curve" in err
     answers = ["--task", "recall", "--threshold", "0.5", "--out", "acc.png"]
     _, out, _ = helpers.run_command(compare.main, answers, monkeypatch)
-    assert "accuracy is at least 50 %" in out and "ntk" in out and "bits/byte" not in out
+    assert "  50 %" in out and "ntk" in out and "bits/byte" not in out
     assert Path("runs/compare.png").exists() and Path("runs/acc.png").exists()
     for argv, message in (
         (["absent"], "absent: no evaluated run of this name in runs/"),

@@ -249,4 +249,11 @@ def test_curves_of_different_lengths_are_described_by_their_own(capsys):
     full, none = [1.0] * 10, [0.0] * 10
     Accuracy(0.8).print_comparison([curve_of({128: none, 256: full}), curve_of({128: full, 512: full}, "long")])
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[-2:] == ["a none < 128 [< 128, < 128]", "long none >= 512 [>= 512, >= 512]"]
+    short, long = "< 128 [< 128, < 128]", ">= 512 [>= 512, >= 512]"
+    assert lines[-2:] == [f"a none {short} {short}", f"long none {long} {long}"]
+    Accuracy(0.8).print_comparison([curve_of({128: [0.5] * 10, 256: [0.4] * 10, 512: [0.45, 0.4] * 5})])
+    whole, *_, effective = capsys.readouterr().out.split("whole answers right, %")[1].strip().splitlines()[1:]
+    assert (
+        whole.split() == ["a", "none", "0", "0", "0"]
+        and effective.split()[2:] == "< 128 [< 128, < 128] 128 [128, 128]".split()
+    )
