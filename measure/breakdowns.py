@@ -56,7 +56,9 @@ class Breakdowns:
         self.evaluation, self.methods, self.requested, self.cfg = evaluation, methods, requested, cfg
         right = "false: a task with an answer has no loss by position"
         check(not (cfg.by_position and evaluation.task.accuracy), "by_position", cfg.by_position, right)
-        self.groups = [antecedent_groups(evaluation)] if cfg.by_antecedent else []
+        self.groups = []
+        if cfg.by_antecedent:
+            self.groups.append(antecedent_groups(matched_task(evaluation, "by_antecedent=true"), evaluation.ctx))
         if cfg.key_tokens:
             self.groups.append(key_token_groups(evaluation, cfg.key_tokens, cfg.runs))
         self.positions: list[dict[str, Any]] = []
@@ -113,10 +115,9 @@ def antecedents(tokens: np.ndarray, n: int = NGRAM) -> np.ndarray:
     return distances
 
 
-def antecedent_groups(evaluation: Evaluation) -> Groups:
-    """The targets by the distance to their antecedent: none, < 64, < 256, ..., up to the longest length."""
-    task = matched_task(evaluation, "by_antecedent=true")
-    edges = [edge for edge in EDGES if edge < evaluation.ctx] + [evaluation.ctx]
+def antecedent_groups(task: Matched, ctx: int) -> Groups:
+    """The targets by the distance to their antecedent: none, < 64, < 256, ..., up to ctx, the longest length."""
+    edges = [edge for edge in EDGES if edge < ctx] + [ctx]
     repeats = [antecedents(d.tokens) for d in task.documents]
     s = task.scored_tokens
     distances = [[d[end - s : end] for end in ends[task.near]] for d, ends in zip(repeats, task.ends, strict=True)]

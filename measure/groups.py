@@ -18,7 +18,7 @@ from measure.report import print_table
 
 FEWEST = 4  # seeds of each group: with fewer, a difference between groups has neither an interval nor a verdict
 # Nats per token: 95 % of the differences between two trainings of one model are smaller. From the six trainings of rope
-# and rope_interleaved in results/matrix.jsonl at 2 L: their standard deviation, 0.19, times the square root of 2 and t
+# and rope_interleaved in results/rope.jsonl at 2 L: their standard deviation, 0.19, times the square root of 2 and t
 CHANCE = 0.7
 Rows = Mapping[int, Sequence[Row]]  # n -> the row of each seed
 Configs = Mapping[str, TrainConfig]  # run -> its settings

@@ -26,19 +26,21 @@ from measure.intervals import Estimate, estimate, interval_text
 from studies.claims import q_text
 from studies.jobs import Stopped, run_job
 from studies.matrix import finished_jobs, interrupt, share_cores
-from studies.plan import Size, scratch_job
+from studies.plan import Evaluation, Job, Size, from_scratch
 from studies.rows import Rows, Seeds, difference, fill, header, line, read_rows
 
 BOARD, PAGE, RUNS = ROOT / "results/board", ROOT / "docs/board.md", Path("runs/board")
-# The settings of the board, the same for all entries of a size. Lengths: 1, 2, 4, 8 and 16 L
-SIZES = {
-    "quick": Size(lengths=(64, 128, 256, 512, 1024), train=("exp=quick",), windows=16),
-    "default": Size(lengths=(256, 512, 1024, 2048, 4096), windows=16),
-}
+# The settings of the board, the same for all entries of a size
+SIZES = {"quick": Size(train=("exp=quick",), windows=16), "default": Size(windows=16)}
+LENGTHS = (1, 2, 4, 8, 16)  # in trained contexts L
 REFERENCE = "rope"
 ALPHA = 0.01  # of the two-sided test: lower than elsewhere, because many encodings are tried
 COLUMNS = ("", "gain, 4 L", "gain, 8 L", "rise, 8 L", "bits/byte, L", "tokens/s", "seeds", "loss less rope's, 8 L", "p")
 ENOUGH = f"at least {FEWEST}: fewer decide nothing past L"
+
+
+def job_of(size: str, pos: str, seed: int) -> Job:
+    return from_scratch(SIZES[size], "board", pos, seed, Evaluation(SIZES[size].lengths(*LENGTHS)))
 
 
 def folder_of(pos: str, size: str) -> Path:
@@ -48,10 +50,11 @@ def folder_of(pos: str, size: str) -> Path:
 @functools.cache
 def settings_of(size: str) -> dict:
     """What all entries of a size have in common: the settings of training and evaluation, as JSON has them."""
-    training = flatten(asdict(train_settings(*scratch_job(SIZES[size], 0, "board", REFERENCE, ()).train)))
+    training = flatten(asdict(train_settings(*job_of(size, REFERENCE, 0).train)))
     kept = {key: x for key, x in training.items() if key not in (*RUN_CONTROL, "seed") and not key.startswith("pos.")}
-    keys = ("lengths", "documents", "scored_tokens", "windows", "far_windows")
-    return json.loads(json.dumps(kept | {f"evaluation.{key}": getattr(SIZES[size], key) for key in keys}))
+    keys = ("documents", "scored_tokens", "windows", "far_windows")
+    evaluation = {key: getattr(SIZES[size], key) for key in keys} | {"lengths": SIZES[size].lengths(*LENGTHS)}
+    return json.loads(json.dumps(kept | {f"evaluation.{key}": value for key, value in evaluation.items()}))
 
 
 # ---- an entry: its rows ----
@@ -68,7 +71,9 @@ def read_entry(folder: Path) -> Rows:
     board = settings_of(saved["size"])
     if other := [f"{key}={x} (it has {saved[key]})" for key, x in board.items() if saved.get(key, x) != x]:
         raise UserError(f"{folder}: not the settings of the board: {', '.join(other)}: delete it and measure it again")
-    seeds = min(len(rows.find(pos, label, n)) for label in ("none", "window") for n in size.lengths)
+    seeds = min(
+        len(rows.find(rows.rows[0].name, label, n)) for label in ("none", "window") for n in size.lengths(*LENGTHS)
+    )
     check(seeds >= FEWEST, f"{folder}: seeds", seeds, ENOUGH)
     return rows
 
@@ -136,7 +141,7 @@ def enter(pos: str, size: str, seeds: int, jobs: int) -> None:
     runs = RUNS / f"{folder.name}-{hashlib.sha256(repr(code).encode()).hexdigest()[:8]}"  # changed code is trained anew
     for file, text in zip(files, code, strict=False):
         write(runs / "entry" / file.name, text.splitlines())
-    todo = [scratch_job(plan, seed, "board", pos, ()) for seed in range(seeds)]
+    todo = [job_of(size, pos, seed) for seed in range(seeds)]
     finished = finished_jobs(todo, lambda job: run_job(job, plan, str(runs), ".cache", math.inf), jobs)
     rows = sorted((row for _, of_job in finished for row in of_job), key=lambda row: row.seed)
     log = (f"{x.command}: {x.tokens_per_second:,} tokens/s, held-out {x.in_window:.3f} bits/byte" for x in rows)

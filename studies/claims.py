@@ -7,8 +7,7 @@ none, `bar` for the better control) and @ with a length in trained contexts L: `
     a > b                 the loss of a is higher; `by 0.1`: by more than this, in nats per token; `since @1`: it has
                           risen more since this length without scaling, for runs that are not equally good there
     a is no worse than b  its loss is higher by less than the margin
-    a differs from b      in the mean of the absolute differences, by more than the margin within one run
-    a equals b            ... by less than this margin
+    a differs from b      in the mean of the absolute differences, by more than the margin
 """
 
 import re
@@ -20,23 +19,23 @@ from typing import Any
 import yaml
 
 from conf.errors import user_errors
-from measure.intervals import Estimate, estimate, interval_text, q_values
+from measure.groups import FEWEST
+from measure.intervals import Estimate, interval_text, q_values
 from model.spectrum import frequencies
 from studies.decay import HEAD_DIM, POSITIONS, score
-from studies.rows import Rows, contrast, fill, line, report_command
+from studies.rows import RESULTS, Rows, compare, fill, line, read_rows, report_command
 
 ALPHA = 0.05
 HOLDS, REFUTED, UNDECIDED, MISSING = "holds", "refuted", "undecided", "not run"
+TOO_SMALL = "not reproducible at this budget"  # that of the training here
 
 # The margins of "no worse" and "the same", in nats per token, by the length in trained contexts: a length has the
 # margin of the first entry that is not shorter, and the last one if all are. They are fixed here, not computed.
 #
-# Between two runs: the differences between rope and rope_interleaved, which are the same function class (A/A), in the
-# first study: 0.04 within the window (the end of the interval) and 0.24 at 2 L (the mean). A smaller difference between
-# runs is what a change of the seed makes. At 4 L to 32 L the A/A difference was below 0.24.
+# Between two runs: a change of the seed makes such a difference (the noise floor in results/matrix.md).
 # Within one run the seed is the same, so differences are far smaller. Up to L: twice the noise of a rerun on other
-# hardware (0.01). Past L: what a change of the seed makes within the window, the same 0.04.
-MARGINS_BETWEEN_RUNS = {1: 0.04, 2: 0.24}
+# hardware (0.01). Past L: what a change of the seed makes within the window, 0.04.
+MARGINS_BETWEEN_RUNS = {1: 0.04, 2: 0.25}
 MARGINS_WITHIN_A_RUN = {1: 0.02, 2: 0.04}
 
 # ---- checks ----
@@ -46,8 +45,8 @@ MARGINS_WITHIN_A_RUN = {1: 0.02, 2: 0.04}
 class At:
     """Rows of one condition: a run, a scaling method and a length."""
 
-    run: str  # name in the matrix without its seed, such as rope, base500 or pi-200
-    label: str  # of the method in evaluation: none, window, yarn, "ntk factor=fixed"; shifted, unshifted; or BAR
+    run: str  # name in the matrix without its seed, such as rope, base500 or pi-4L
+    label: str  # of the method in evaluation: none, window, yarn, "ntk factor=8.0"; or BAR
     n: int  # tokens
 
     def __str__(self) -> str:
@@ -72,13 +71,14 @@ class Check:
     since: int | None = None
 
     def measure(self, rows: Rows) -> Estimate | None:
-        """The mean of loss(a) - loss(b) over seeds, documents and windows that both have; None if there are none."""
-        plus, minus = ([rows.find(at.run, at.label, at.n)] for at in (self.a, self.b))
-        if self.since is not None:
-            plus.append(rows.find(self.b.run, "none", self.since))
-            minus.append(rows.find(self.a.run, "none", self.since))
-        values = contrast(plus, minus, self.absolute)
-        return estimate(values) if len(values) else None
+        """The mean of loss(a) - loss(b); None without rows, or with too few seeds for a difference between runs."""
+        a, b = (rows.find(at.run, at.label, at.n) for at in (self.a, self.b))
+        runs = () if self.since is None else (self.a.run, self.b.run)
+        return compare(a, b, [rows.find(run, "none", self.since or 0) for run in runs], self.absolute)
+
+    def seeds(self, rows: Rows) -> tuple[int, int]:
+        """Of both conditions."""
+        return len(rows.find(self.a.run, self.a.label, self.a.n)), len(rows.find(self.b.run, self.b.label, self.b.n))
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,44 @@ class DecayCheck(Check):
 class Claim:
     """A published claim. It holds if all checks do."""
 
+    number: int | str  # which other pages quote
     claim: str
     source: str
     reported: str  # what the source reports, at its scale
     checks: list[Check]
-    by_construction: bool = False  # it follows from the definitions: the rows test the code, not the claim
+    budget: str = ""  # why the training here is too small to test it
+    by_construction: str = ""  # it follows from the definitions: the test that shows it, or `measured`
 
 
-Measured = Sequence[tuple[Check, Estimate | None]]  # the checks of a claim; None: no rows
+@dataclass(frozen=True)
+class Result:
+    """A claim with its measurements."""
+
+    claim: Claim
+    found: list[Estimate | None]  # of each check; None: too few seeds, or no rows
+    seeds: int  # the fewest of any condition; 0: no rows
+
+    @property
+    def p(self) -> tuple[float, float] | None:
+        """(p of "the claim holds", p of "it is refuted"); None if a check has no estimate."""
+        tests = [p_values(check, x) for check, x in zip(self.claim.checks, self.found, strict=True) if x is not None]
+        if len(tests) < len(self.found) or not tests:
+            return None
+        met, not_met = zip(*tests, strict=True)
+        return max(met), min(1.0, len(tests) * min(not_met))
+
+    def verdict(self, q: float | None) -> str:
+        """q: of the smaller p value over all claims of the table."""
+        if not self.seeds:
+            return MISSING
+        if self.claim.budget:
+            return f"{TOO_SMALL}: {self.claim.budget}"
+        if self.p is None or q is None:
+            return f"{UNDECIDED} (fewer than {FEWEST} seeds of each)"
+        holds, refuted = self.p
+        if q < ALPHA:
+            return HOLDS if holds < refuted else REFUTED
+        return f"{UNDECIDED} ({what_would_decide(self)})"
 
 
 # ---- claims.yaml ----
@@ -116,9 +146,9 @@ CONDITION = r"(\S+)(?: (.+))? @([\d.]+)"
 CHECK = r"(.+ @[\d.]+) (>|is no worse than|differs from|equals) (.+? @[\d.]+)(?: by ([\d.]+))?(?: since @([\d.]+))?"
 
 
-def read_claims(study: str, L: int) -> list[Claim]:
-    """The claims about the rows of this study, `matrix` or `layers`. L: the trained context, tokens."""
-    claims = yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text(encoding="utf-8"))[study]
+def read_claims(plan: str, L: int) -> list[Claim]:
+    """The claims about the rows of this plan. L: the trained context, tokens."""
+    claims = yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text(encoding="utf-8"))[plan]
     return [Claim(checks=[read_check(text, L) for text in claim.pop("checks")], **claim) for claim in claims]
 
 
@@ -158,40 +188,25 @@ def p_values(check: Check, result: Estimate) -> tuple[float, float]:
     return (below, above) if check.less else (above, below)
 
 
-def decide(measured: Measured) -> tuple[str, float | None]:
-    """(verdict, its p value) of a claim from its checks; (MISSING, None) if a check has no rows."""
-    results = [(check, result) for check, result in measured if result is not None]
-    if len(results) < len(measured):
-        return MISSING, None
-    met, not_met = zip(*(p_values(check, result) for check, result in results), strict=True)
-    holds, refuted = max(met), min(1.0, len(results) * min(not_met))
-    if holds < ALPHA:
-        return HOLDS, holds
-    if refuted < ALPHA:
-        return REFUTED, refuted
-    return f"{UNDECIDED} ({what_would_decide(results)})", min(holds, refuted)
-
-
-def what_would_decide(results: Sequence[tuple[Check, Estimate]]) -> str:
+def what_would_decide(result: Result) -> str:
     """How many seeds are expected to decide an undecided claim.
 
     If a mean is on the wrong side of its margin, enough to refute one such check; otherwise enough to show all checks.
     """
-    if any(result.components is None for _, result in results):
-        return "one seed"
-    wrong = [(c, r) for c, r in results if (r.mean > c.margin) == c.less]
-    level = ALPHA / len(results) if wrong else ALPHA
-    needed = [r.seeds_needed(c.margin, level) for c, r in wrong or results]
+    pairs = [(c, x) for c, x in zip(result.claim.checks, result.found, strict=True) if x is not None]
+    wrong = [(c, x) for c, x in pairs if (x.mean > c.margin) == c.less]
+    level = ALPHA / len(pairs) if wrong else ALPHA
+    needed = [x.seeds_needed(c.margin, level) for c, x in wrong or pairs]
     enough = [seeds for seeds in needed if seeds is not None]
     if not enough or (not wrong and len(enough) < len(needed)):
         return "no number of seeds would decide: more documents needed"
-    return f"{min(enough) if wrong else max(enough)} seeds would decide"
+    more = min(enough) if wrong else max(enough)
+    return f"{max(more, result.seeds + 1)} seeds would decide"
 
 
-def measure(claim: Claim, sources: Sequence[Rows]) -> tuple[Measured, str]:
-    """(the checks with their results, the mark of the rows): of the first source that has all conditions."""
-    found = [([(check, check.measure(rows)) for check in claim.checks], rows.mark) for rows in sources]
-    return next((x for x in found if all(result is not None for _, result in x[0])), found[0])
+def measure(claim: Claim, rows: Rows) -> Result:
+    seeds = [min(check.seeds(rows)) for check in claim.checks if not isinstance(check, DecayCheck)]
+    return Result(claim, [check.measure(rows) for check in claim.checks], min(seeds, default=1))
 
 
 # ---- the report ----
@@ -204,15 +219,21 @@ def estimate_text(result: Estimate) -> str:
     return interval_text(result.mean, *result.interval) + (" (one seed: documents only)" if result.seeds == 1 else "")
 
 
-def describe(check: Check, result: Estimate | None) -> str:
-    """`rope @512 - rope @256 > 0.69: +1.234 [+1.100, +1.400]`"""
+def describe(check: Check, result: Estimate | None, rows: Rows) -> str:
+    """`rope @512 - rope @256 > 0.69: +1.234 [+1.100, +1.400]`; with too few seeds the losses of each."""
     difference = f"{check.a} - {check.b}"
     if check.absolute:
         difference = f"abs({difference})"
     if check.since is not None:
         difference = f"({difference}) since @{check.since}"
-    sign = "<" if check.less else ">"
-    return f"{difference} {sign} {check.margin:.2g}: {MISSING if result is None else estimate_text(result)}"
+    if result is not None:
+        text = estimate_text(result)
+    elif min(check.seeds(rows)):
+        each = (" ".join(f"{x:.2f}" for x in rows.losses(at.run, at.label, at.n)) for at in (check.a, check.b))
+        text = f"losses {' against '.join(each)}"
+    else:
+        text = MISSING
+    return f"{difference} {'<' if check.less else '>'} {check.margin:.2g}: {text}"
 
 
 def q_text(q: float | None) -> str:
@@ -228,48 +249,33 @@ def with_q(p_of: Sequence[float | None]) -> list[float | None]:
     return [None if p is None else next(q) for p in p_of]
 
 
-def verdict_text(measured: Measured, mark: str) -> str:
-    """`**holds**, one seed`, with the mark of the rows if they have one."""
-    verdict = decide(measured)[0]
-    exact = all(result is not None and not result.variance for _, result in measured)
-    only = ", one seed" if seeds_of(measured) == 1 and not exact and verdict in (HOLDS, REFUTED) else ""
-    return f"**{verdict}**{only}" + (f", {mark}" if mark else "")
-
-
-def seeds_of(measured: Measured) -> int:
-    return min(result.seeds if result else 0 for _, result in measured)
-
-
-def claims_sections(sources: Sequence[Rows], claims: Sequence[Claim]) -> tuple[list[str], list[str]]:
-    """(the lines of the measured claims, the lines of those by construction). Both have the numbers in `claims`."""
-    results = [measure(claim, sources) for claim in claims]
-    tests = [measured for claim, (measured, _) in zip(claims, results, strict=True) if not claim.by_construction]
-    q = iter(with_q([decide(measured)[1] for measured in tests]))
-    tables: tuple[list[str], list[str]] = [], []
-    for number, (claim, (measured, mark)) in enumerate(zip(claims, results, strict=True), 1):
-        differences = "; ".join(describe(check, result) for check, result in measured)
-        cells = [str(number), claim.claim, f"{claim.source}: {claim.reported}", differences, str(seeds_of(measured))]
-        cells += [] if claim.by_construction else [q_text(next(q))]
-        tables[claim.by_construction].append(line([*cells, verdict_text(measured, mark)]))
-    return tables
-
-
-def pi_section(sources: Sequence[Rows], L: int) -> list[str]:
-    """PI against no scaling at every length past L; of the first source that has both."""
-
-    def curve(rows: Rows) -> list[tuple[Check, Estimate | None]]:
-        lengths = sorted({n for _, label, n in rows.by_condition if label == "pi" and n > L})
-        checks = [Check(At("rope", "none", n), At("rope", "pi", n)) for n in lengths]
-        return [(check, result) for check in checks if (result := check.measure(rows))]
-
-    points, mark = next(((points, rows.mark) for rows in sources if (points := curve(rows))), ([], ""))
-    outcomes = [decide([point]) for point in points]
-    wording = {HOLDS: "PI is better", REFUTED: "PI is worse"}
+def claims_section(rows: Rows, claims: Sequence[Claim]) -> list[str]:
+    """The lines of the table of these claims, those by construction last."""
+    results = sorted((measure(claim, rows) for claim in claims), key=lambda x: bool(x.claim.by_construction))
+    tested = [x.p and not x.claim.by_construction and not x.claim.budget for x in results]
+    q = with_q([min(x.p) if test and x.p else None for x, test in zip(results, tested, strict=True)])
     lines = []
-    for (check, result), (verdict, _), q in zip(points, outcomes, with_q([p for _, p in outcomes]), strict=True):
-        assert result is not None
-        text = f"**{wording.get(verdict, verdict)}**" + (f", {mark}" if mark else "")
-        lines.append(line([f"{check.a.n / L:g}", estimate_text(result), str(result.seeds), q_text(q), text]))
+    for x, q_of_claim in zip(results, q, strict=True):
+        claim, one = x.claim, x.seeds == 1 and all(found is None or found.seeds == 1 for found in x.found)
+        measured = "; ".join(describe(c, found, rows) for c, found in zip(claim.checks, x.found, strict=True))
+        verdict = f"by construction: {claim.by_construction}" if claim.by_construction else x.verdict(q_of_claim)
+        verdict = f"**{verdict}**" + (", one seed" if one and verdict in (HOLDS, REFUTED) else "")
+        cells = [str(claim.number), claim.claim, f"{claim.source}: {claim.reported}", measured, str(x.seeds)]
+        lines.append(line([*cells, q_text(q_of_claim), verdict]))
+    return lines
+
+
+def pi_section(rows: Rows) -> list[str]:
+    """PI against no scaling at every length past L."""
+    L = rows.trained_ctx
+    lengths = sorted({n for _, label, n in rows.by_condition if label == "pi" and n > L})
+    checks = [Check(At("rope", "none", n), At("rope", "pi", n)) for n in lengths]
+    found = [check.measure(rows) for check in checks]
+    lines = []
+    for check, x, q in zip(checks, found, with_q([None if x is None else x.p for x in found]), strict=True):
+        if x is not None and q is not None:
+            outcome = UNDECIDED if q >= ALPHA else "PI is better" if x.mean > 0 else "PI is worse"
+            lines.append(line([f"{check.a.n / L:g}", estimate_text(x), str(x.seeds), q_text(q), f"**{outcome}**"]))
     return lines
 
 
@@ -279,13 +285,13 @@ def margins_text(margins: dict[int, float]) -> str:
     return ", ".join(f"{nats:g} up to {length} L" for length, nats in up_to) + f", {last:g} past it"
 
 
-def report(sources: Sequence[Rows]) -> str:
+def report() -> str:
     """The text of results/claims.md."""
-    L = sources[0].trained_ctx
+    files = {plan: read_rows(RESULTS / f"{plan}.jsonl") for plan in ("rope", "encodings")}
+    L = files["rope"].trained_ctx
     margins = {"between": margins_text(MARGINS_BETWEEN_RUNS), "within": margins_text(MARGINS_WITHIN_A_RUN)}
-    measured, by_construction = claims_sections(sources, read_claims("matrix", L))
-    tables = {"measured": measured, "pi": pi_section(sources, L), "by_construction": by_construction}
-    return fill("claims.md", L=L, alpha=ALPHA, **margins, **tables)
+    tables = {plan: claims_section(rows, read_claims(plan, L)) for plan, rows in files.items()}
+    return fill("claims.md", L=L, alpha=ALPHA, fewest=FEWEST, **margins, pi=pi_section(files["rope"]), **tables)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
     encodings   perplexity against context length, of seven encodings
     scaling     the same for the scaling methods on rope
-    finetune    perplexity against the number of fine-tuning tokens
     base        perplexity against RoPE's base
-    layers      the newer encodings, the layer schedules and the changed encodings of studies.matrix --plan layers
+    layers      the newer encodings, the layer schedules and the changed encodings
 
 Each is written as PNG, SVG and PDF to results/. The same rows give the same files. A band is the range over seeds; with
 fewer than three seeds, the seeds are points instead. `--page FILE` writes the rows as an HTML page instead.
@@ -20,19 +19,18 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from conf.errors import user_errors
-from conf.registry import ROOT
 from measure import plots
 from measure.curves import Curve
 from measure.page import write_page
 from measure.plots import CONTROL_DASHES, NAMES, color_of
-from studies.plan import EXTENSIONS, NEWER_ENCODINGS
-from studies.rows import MATRIX, Rows, StudyRow, read_sources, source
+from studies.rows import RESULTS, Rows, StudyRow, read_rows
 from studies.spectrum import base_bound, scale_matched_base
 
 HEAD_DIM = 64  # of every size of the study
 FEWEST_FOR_A_BAND = 3  # seeds: the range of two of them says little
 ENCODINGS = ("rope", "alibi", "xpos", "none", "learned", "t5_bias", "fire")  # of the figure `encodings`
 METHODS = ("none", "pi", "ntk", "ntk_by_parts", "yarn", "rerope")  # of the figure `scaling`
+NEWER = ("fox", "ssmax", "kerple", "fire", "cope")
 SCHEDULES = ("gemma3", "sssl", "smollm3", "swan")
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -41,7 +39,6 @@ Line = tuple[dict[Any, np.ndarray], str, Style]  # (x -> losses [seeds], nats pe
 
 DASHED, DOTTED, MIXED = (0, (5, 1.5)), (0, (2, 1.5)), (0, (5, 1.5, 1.5, 1.5))
 CONTROL = {"color": color_of("methods", "window"), "linestyle": CONTROL_DASHES}
-SCRATCH = {"color": "#8A8A8A", "linestyle": MIXED}
 
 
 # ---- lines ----
@@ -95,7 +92,7 @@ def describe_seeds(rows: Rows, runs: Iterable[str]) -> str:
     """For the title: how many seeds these runs have, and what bands and points show."""
     seeds = defaultdict(set)
     for row in rows.rows:
-        seeds[row.name].add(row.seed)
+        seeds[row.name].add(row.training)
     counts = sorted({len(seeds[run]) for run in runs if run in seeds})
     if counts == [1]:
         return "one seed"
@@ -152,58 +149,10 @@ def scaling(rows: Rows) -> Any:
     return one_panel(rows, lines, "Extrapolation of RoPE past the trained context, by scaling method", ["rope"])
 
 
-def finetune(rows: Rows) -> Any:
-    """Perplexity against the share of fine-tuning, in three panels: at L, at the fine-tuning context 4 L and at 8 L.
-
-    A line for each method. At 0 % the method is applied to rope without fine-tuning.
-    """
-    rows, L = rows.with_seeds_of("finetune"), rows.trained_ctx
-    shares = {row.percent: row.finetune_steps for row in rows.rows if row.part == "finetune" and row.percent}
-    shares = {0: 0} | dict(sorted(shares.items()))  # % of the pre-training -> steps
-    panels = {L: "trained context", 4 * L: "fine-tuning context", 8 * L: "twice the fine-tuning context"}
-    fig, axes = plots.pyplot().subplots(1, len(panels), figsize=(15, 4.6), sharey=True)
-    fig.subplots_adjust(wspace=0.75)  # room for the names at the ends of the lines
-    labels = []  # of each panel
-    for ax, (n, place) in zip(axes, panels.items(), strict=True):
-        ends = [draw_line(ax, line) for line in finetuned(rows, shares, n) if line[0]]
-        references = {f"from scratch at {4 * L}": (rows.losses(f"scratch-{4 * L}", "none", n), SCRATCH)}
-        if n > L:  # at L it is the model itself, which is the point at 0 %
-            references[NAMES["window"]] = rows.losses("rope", "window", n), CONTROL
-        for name, (losses, style) in references.items():
-            if len(losses):
-                ax.axhline(np.exp(losses.mean()), linewidth=1, **style)
-                ends.append((max(shares), float(np.exp(losses.mean())), name, style))
-        labels.append(ends)
-        ax.set_title(f"{place}: n = {n} = {n // L} L")
-        ax.set_xlabel("fine-tuning tokens (% of pre-training tokens)")
-        ax.set_xticks(list(shares), [f"{share:g}" for share in shares], fontsize=8)
-    finish(fig, labels)
-    seeds = describe_seeds(rows, rows.runs("finetune", "none"))
-    title_of_panels(
-        fig, f"RoPE trained at {L} and fine-tuned at {4 * L} (0 %: scaling without fine-tuning)\n{seeds}", 1.04
-    )
-    return fig
-
-
-def finetuned(rows: Rows, shares: dict[float, int], n: int) -> list[Line]:
-    """The share of fine-tuning -> the losses at length n, for each method. shares: of the pre-training -> steps"""
-    lines = []
-    for method in EXTENSIONS:
-        conditions = {
-            share: (f"{method}-{steps}", "none") if steps else ("rope", method) for share, steps in shares.items()
-        }
-        points = {share: rows.losses(*condition, n) for share, condition in conditions.items()}
-        points = {share: losses for share, losses in points.items() if len(losses)}
-        lines.append((points, NAMES.get(method, method), {"color": color_of("methods", method), "linestyle": "-"}))
-    return lines
-
-
 def base(rows: Rows) -> Any:
-    """Perplexity against RoPE's base in pre-training, with a line for each of the lengths L, 2 L, 4 L and 8 L.
-
-    Only seeds that the runs with other bases have are used, also for the default base.
-    """
-    runs, rows, L = rows.bases(), rows.with_seeds_of("base"), rows.trained_ctx
+    """Perplexity against RoPE's base in pre-training, with a line for each of the lengths L, 2 L, 4 L and 8 L."""
+    found = {row.base: row.name for row in rows.rows if row.part == "base" and row.name.startswith("base")}
+    runs, L = dict(sorted({10000.0: "rope", **found}.items())), rows.trained_ctx
     fig, ax = plots.pyplot().subplots(figsize=(8, 4.8))
     ends = []
     for k, n in enumerate((L, 2 * L, 4 * L, 8 * L)):
@@ -235,7 +184,7 @@ def base(rows: Rows) -> Any:
 
 
 def layers(rows: Rows) -> Any:
-    """Perplexity against context length of the runs of the plan `layers`, in a panel for each kind of them.
+    """Perplexity against context length of the other encodings and schedules, in a panel for each kind of them.
 
     All panels have rope, its window control and alibi. The other lines of a panel differ in their dashes, too.
     """
@@ -262,7 +211,7 @@ def layers(rows: Rows) -> Any:
 
 # The panels of the figure `layers`: (run, label of the method, name, colour) of the lines
 LAYER_PANELS = {
-    "encodings": [(run, "none", run, color_of("encodings", run)) for run in (*NEWER_ENCODINGS, "sink_logits", "cope")],
+    "encodings": [(run, "none", run, color_of("encodings", run)) for run in NEWER],
     "layer schedules": [
         *((run, "none", run, color_of("encodings", f"rope+{run}")) for run in SCHEDULES),
         ("gemma3", "yarn", "gemma3, yarn", color_of("encodings", "rope+gemma3")),
@@ -276,40 +225,41 @@ LAYER_PANELS = {
         ("rope", "yarn", "rope, yarn (not trained)", color_of("methods", "yarn")),
     ],
 }
-# The figures -> the part of the plan that each needs
-FIGURES = {encodings: "encodings", scaling: "encodings", finetune: "finetune", base: "base", layers: "layers"}
+# The figures -> the plan and its part that each needs
+FIGURES = {
+    encodings: ("encodings", "encodings"),
+    scaling: ("rope", "rope"),
+    base: ("encodings", "base"),
+    layers: ("encodings", "encodings"),
+}
 
 
 def curves_of(rows: Sequence[StudyRow]) -> list[Curve]:
     """A curve for each run and method; seeds are in one group."""
     found = defaultdict(list)
     for row in sorted(rows, key=lambda row: row.n):
-        if row.label not in ("shifted", "unshifted"):
-            found[row.run, row.label].append(row)
+        found[row.run, row.label].append(row)
     return [Curve(of_one, named=of_one[0].name) for of_one in found.values()]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The figures of the study, from the rows of the matrix")
-    files = [*MATRIX, ROOT / "results/layers.jsonl"]
-    parser.add_argument("--rows", nargs="+", type=Path, default=files, help="files of rows that studies.matrix wrote")
-    parser.add_argument("--out", type=Path, default=ROOT / "results", help="the folder to write to")
-    parser.add_argument("--page", type=Path, help="write the first file of rows as an HTML page, instead of figures")
+    parser = argparse.ArgumentParser(description="The figures of the study, from the rows of studies.matrix")
+    parser.add_argument("--rows", type=Path, default=RESULTS, help="the folder of the rows that studies.matrix wrote")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the folder to write to")
+    parser.add_argument("--page", type=Path, help="write the rows of --plan as an HTML page, instead of figures")
+    parser.add_argument("--plan", default="rope", help="of the page")
     args = parser.parse_args()
-    sources = read_sources(args.rows)
     if args.page:
-        write_page(curves_of(sources[0].rows), args.page, "The study")
+        rows = read_rows(args.rows / f"{args.plan}.jsonl")
+        write_page(curves_of(rows.rows), args.page, f"The study: {args.plan}")
         print(f"page: {args.page}")
         return
-    for draw, part in FIGURES.items():
-        name, rows = draw.__name__, source(sources, part)
-        if not rows.has(part):
+    for draw, (plan, part) in FIGURES.items():
+        name, rows = draw.__name__, read_rows(args.rows / f"{plan}.jsonl")
+        if not rows.runs(part):
             print(f"{name}: no rows yet")
             continue
-        fig = draw(rows)
-        if rows.mark and rows is not sources[0]:  # else all figures are of the same targets
-            fig.text(0, -0.02, "earlier targets: the last 64 tokens of each document", fontsize=9, color="#666666")
-        plots.save(fig, args.out / name, *FORMATS)
+        plots.save(draw(rows), args.out / name, *FORMATS)
         print(*(f"{args.out / name}{suffix}" for suffix in FORMATS))
 
 

@@ -6,20 +6,21 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from conf.errors import UserError
-from conf.registry import ROOT, choices, yaml_values
-from engine.device import autocast
+from conf.registry import ROOT, yaml_values
 from engine.files import commit
 from engine.run import Run
-from measure.curves import Row, read_run, select_shared
-from measure.intervals import mean_interval
+from measure import tasks
+from measure.breakdowns import Groups, antecedent_groups
+from measure.curves import Row, losses_file, read_curve, read_run, select_shared
 from measure.tasks.matched import NEAR, Matched
-from model.scaling import resolve
-from studies.plan import MAIN_METHODS, Job, Size
+from studies.plan import Job, Size, targets
 from studies.rows import StudyRow
 
 # ---- child processes ----
@@ -79,77 +80,42 @@ def run_job(job: Job, size: Size, runs: str, cache: str, deadline: float) -> lis
     """Train and evaluate; returns the job's rows. deadline: of time.monotonic(); past it, Stopped is raised."""
     folders = (f"runs={runs}", f"cache={cache}")
     run_script(["train.py", *job.train, f"name={job.name}", *folders], deadline)
-    run = Run.open(job.name, runs=runs, cache=cache)
-
-    targets = [f"documents={size.documents}", f"task.scored_tokens={size.scored_tokens}"]
-    targets += [f"task.windows={size.windows}", f"task.far_windows={size.far_windows}"]
-    evaluate = ["eval.py", "-m", f"run={job.name}", *folders, *targets]
-    methods = applicable_scalings(run, max(job.lengths)) if job.scalings != "controls" else []
-    # Lengths between L and 2 L are for the main methods only
-    doubling = [n for n in job.lengths if n <= NEAR and (n % size.L == 0 or n < size.L)]
-    near, every = (f"ctx=[{','.join(map(str, lengths))}]" for lengths in (doubling, job.lengths))
-    main_methods = [name for name in MAIN_METHODS if name in methods]
-    run_script([*evaluate, every, f"scaling={','.join(['none', *main_methods, *(job.methods or ())])}"], deadline)
-    others = [name for name in methods if name not in main_methods]
-    if others and job.scalings == "all":
-        run_script([*evaluate, near, f"scaling={','.join(others)}"], deadline)
-        # One factor at all lengths, as in a deployed model, to measure the increase of the loss within L; and methods
-        # that are combined with log-n
-        run_script([*evaluate, near, "scaling=pi,ntk,yarn", "++scaling.factor=fixed"], deadline)
-        run_script([*evaluate, near, "scaling=ntk,yarn,rerope,rerope_leaky", "plus=logn"], deadline)
-    return gather(job, run, size)
-
-
-def applicable_scalings(run: Run, longest: int) -> list[str]:
-    """The scaling methods that this run can be evaluated with at the longest length.
-
-    Without the controls none and window, which eval.py measures in every evaluation.
-    """
-    names = []
-    for name in sorted({*choices("scaling")} - {"none", "window"}):
-        try:
-            resolve(yaml_values("scaling", name), run.context, longest, longest)
-        except UserError:  # not applicable to this encoding, or its yaml lacks values that only a search can find
-            continue
-        names.append(name)
-    return names
+    for evaluation in job.evaluations:
+        lengths = f"ctx=[{','.join(map(str, evaluation.lengths))}]"
+        methods = f"scaling={','.join(evaluation.methods)}"
+        settings = (*targets(job, size), lengths, methods, *evaluation.settings)
+        run_script(["eval.py", "-m", f"run={job.name}", *folders, *settings], deadline)
+    return gather(job, Run.open(job.name, runs=runs, cache=cache), size)
 
 
 def gather(job: Job, run: Run, size: Size) -> list[StudyRow]:
-    """The rows of a run: one for each of its curves and each length, and those of the shifted text."""
-    task = Matched(run.corpus, max(job.lengths), size.documents, size.scored_tokens, size.windows, size.far_windows)
-    curves = select_shared(read_run(run.folder, run.digest), task.texts())
-    rows = [row for curve in curves for row in curve.rows]
-    if job.methods is not None:  # the matrix has the same run with more methods and lengths
-        labels = ("none", "window", *job.methods)
-        rows = [row for row in rows if row.n in job.lengths and row.label in labels]
-    if job.part == "encodings":
-        (unscaled,) = (row for row in rows if (row.label, row.n) == ("none", size.L // 2))
-        rows += shifted(unscaled, run, task)
+    """The rows of a run: one for each of its curves and each length."""
+    chosen = dict(x.split("=") for x in targets(job, size))
+    knobs = {key.removeprefix("task."): int(x) for key, x in chosen.items() if key.startswith("task.")}
+    task = tasks.build(yaml_values("task", job.task) | knobs, run.corpus, job.longest, int(chosen["documents"]))
+    files = {file: read_curve(file) for file in (run.folder / "eval").glob("*.jsonl")}
+    files = {c.label: file for file, c in files.items() if c.first.weights == run.digest[:12]}
+    rows = [row for c in select_shared(read_run(run.folder, run.digest), task.texts()) for row in c.overall]
+    groups = antecedent_groups(task, job.longest) if isinstance(task, Matched) else None
     about = {"base": run.cfg.pos.get("base"), "in_window": run.validation["bits_per_byte"], "steps": run.cfg.steps}
     about["tokens_per_second"] = round(run.step * run.cfg.batch_tokens / run.seconds)
-    origin = {"threads": torch.get_num_threads(), "commit": commit()}
-    origin["command"] = f"python train.py {' '.join(job.train)} name={job.name}"
-    return [StudyRow(**asdict(row), part=job.part, **about, **origin, **job.columns) for row in rows]
+    about |= {"part": job.part, "threads": torch.get_num_threads(), "commit": commit()}
+    about["command"] = f"python train.py {' '.join(job.train)} name={job.name}"
+    return [StudyRow(**asdict(x), groups=group_sums(x, files[x.label], groups), **about, **job.columns) for x in rows]
 
 
-@torch.inference_mode()
-def shifted(unscaled: Row, run: Run, task: Matched) -> list[Row]:
-    """Two rows, `unshifted` and `shifted`: the same text of L/2 tokens at positions 0 .. L/2 - 1 and L/2 .. L - 1.
+def group_sums(row: Row, file: Path, groups: Groups | None) -> dict[str, list[list[float]]]:
+    """Group of targets -> the sum of their nats, and their number, in each document. Of rows from L to NEAR tokens.
 
-    All of these positions were trained. An encoding that depends only on distances has the same loss in both rows.
-    unscaled: the run's row at L/2, on the same targets.
+    Empty where `file`, that of the row's curve, has no losses of single targets: the method changes nothing there.
     """
-    n = unscaled.n
-    (piece,) = task.pieces(n)
-    rows = []
-    for label, start in (("unshifted", 0), ("shifted", n)):
-        with autocast(torch.device("cpu"), run.cfg.dtype):
-            passes = zip(piece.tokens.split(32), piece.targets.split(32), strict=True)
-            losses = torch.cat([run.model.losses(*part, torch.arange(n) + start).double() for part in passes])
-        loss, low, high = mean_interval(losses.view(1, unscaled.documents, -1).mean(dim=2).numpy())
-        values = {"loss": loss, "low": low, "high": high, "ppl": math.exp(min(loss, 700))}
-        values |= {"bits_per_byte": unscaled.bits_per_byte * loss / unscaled.loss}
-        nll = losses.sum(dim=1).numpy().round(4).tolist()
-        rows.append(replace(unscaled, label=label, nll=nll, **values))
-    return rows
+    path = losses_file(file, row)
+    if groups is None or not row.train_ctx <= row.n <= NEAR or not path.exists():
+        return {}
+    losses = np.load(path).astype(np.float64).reshape(groups.group.shape)  # [documents, windows, scored]
+    sums = {}
+    for i, name in enumerate(groups.names):
+        inside = groups.group == i
+        if inside.any():
+            sums[name] = [(losses * inside).sum(axis=(1, 2)).round(3).tolist(), inside.sum(axis=(1, 2)).tolist()]
+    return sums

@@ -1,9 +1,9 @@
-"""All encodings, bases and fine-tunings, each with several seeds, by one command: python -m studies.matrix
+"""Train and evaluate the runs of a plan of the study, each with several seeds: python -m studies.matrix --plan rope
 
 A job trains one run with train.py and evaluates it with eval.py, each in a child process. The results are collected as
-rows of results/matrix.jsonl. The command can be stopped at any time: when it is run again, finished jobs are skipped
+rows of results/PLAN.jsonl. The command can be stopped at any time: when it is run again, finished jobs are skipped
 and unfinished ones are resumed. `quick` is the same study at a toy size, `h200` at 41M parameters on a GPU; `smoke`
-takes seconds a job, to try the command. `--plan layers` runs the second plan, whose rows are results/layers.jsonl.
+takes seconds a job, to try the command. studies/plan.py lists the plans.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from conf.errors import check, user_errors
 from conf.registry import choices
 from measure.curves import write_jsonl
 from studies.jobs import Stopped, children, run_job, stop, stopping
-from studies.plan import PLANS, Job, load_size, minutes, select_jobs
+from studies.plan import PLANS, Job, load_size, minutes, planned_jobs, select_jobs
 from studies.rows import StudyRow, read_rows
 
 
@@ -31,8 +31,7 @@ def main() -> None:
     size = load_size(args.size)
     runs = args.runs or f"runs/matrix-{args.size}"
     out = Path(args.out or f"results/{args.plan}{'' if args.size == 'default' else '-' + args.size}.jsonl")
-    seeds = args.seeds or ((0,) if args.plan == "layers" else size.seeds)
-    jobs = select_jobs(PLANS[args.plan](size, seeds), args.only)
+    jobs = select_jobs(planned_jobs(args.plan, size, args.seeds), args.only)
     rows = [*read_rows(out).rows] if out.exists() else []
     finished = {row.run for row in rows}
     todo = [job for job in jobs if job.name not in finished]
@@ -55,8 +54,7 @@ def main() -> None:
         left_over = f"{len(todo) - done} left; run the same command again to resume"
         print(f"stopped: {done} jobs done, {left_over}", file=sys.stderr)
         sys.exit(128 + e.args[0] if e.args else 1)
-    reports = "studies.layers" if args.plan == "layers" else "studies.claims, studies.tables"
-    print(f"\nrows: {out}   next: python -m {reports}, studies.figures")
+    print(f"\nrows: {out}   next: python -m studies.claims, studies.tables, studies.figures")
 
 
 def interrupt(number: int, frame: object) -> None:
@@ -113,10 +111,9 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("size", nargs="?", default="default", help=", ".join(choices("study")))
-    parser.add_argument("--plan", choices=PLANS, default="matrix", help="which jobs; layers: see docs/layers.md")
-    seeds = "such as 0 or 0,1,2; without it, those of the size, and 0 for layers"
-    parser.add_argument("--seeds", type=whole_numbers, help=seeds)
-    only = "names of jobs (rope-s0,base100-s0) or parts (encodings, base, finetune; references, layers, further)"
+    parser.add_argument("--plan", choices=PLANS, default="rope", help="which runs: see studies/plan.py")
+    parser.add_argument("--seeds", type=whole_numbers, help="such as 0 or 0,1,2; without it, those of each part")
+    only = "names of jobs (rope-s0,base100-s0) or parts (rope, finetune; encodings, base)"
     parser.add_argument("--only", help=only)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="save and stop after this time")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time, on a GPU or a machine with many cores")

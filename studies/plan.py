@@ -1,48 +1,64 @@
-"""The two plans of the study and its sizes: which runs are trained and how each is evaluated (a job)."""
+"""The study: which runs each of its plans trains, with how many seeds, and how a run is evaluated; its sizes.
+
+    rope        rope with every method, and fine-tuned to 2, 4 and 8 L
+    encodings   every encoding, base of rope, layer schedule and gate, and a trained rope that was changed
+    books       rope on another kind of text
+    tasks       runs that learned to recall, evaluated by the share of right answers
+
+The rows of a plan are results/PLAN.jsonl. All rows of a file are of the same texts.
+"""
 
 import functools
 import itertools
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conf.cli import train_settings
 from conf.errors import check
 from conf.registry import build_from_knobs, choices, yaml_values
 from conf.schema import TrainConfig
-from measure.tasks.matched import NEAR
 
-BASES = (100, 500, 1000, 100_000, 1_000_000)  # besides the default of 10000
-EXTENSIONS = ("none", "pi", "ntk", "yarn")  # methods that are fine-tuned to 4 L; none: fine-tuned without scaling
-FINETUNE_STEPS = (20, 50, 100, 200)
-MAIN_METHODS = ("pi", "ntk", "yarn", "rerope", "logn")  # evaluated at all lengths; the others up to NEAR
+NEAR, BETWEEN, FAR = (0.5, 1, 2, 4, 8), (1.125, 1.25, 1.5, 1.75), (16, 32)  # evaluated lengths, in trained contexts L
+FACTOR = 8  # of the methods whose loss within L is measured with one factor for all lengths
+METHODS, WITH_LOGN = ("pi", "ntk", "yarn", "rerope"), ("rerope",)  # on all seeds of rope
+FURTHER, FURTHER_WITH_LOGN = ("ntk_by_parts", "ntk_mixed", "llama3", "yarn_paper", "logn"), ("yarn", "rerope_leaky")
+FURTHER_SEEDS = 4
+# Fine-tuned to so many L -> with these methods, evaluated at so many L
+EXTENSIONS = {2: ("none", "yarn"), 4: ("none", "pi", "ntk", "yarn"), 8: ("none", "yarn")}
+EXTENDED_LENGTHS = {2: (2,), 4: (4, 5, 8), 8: (8,)}
+BASES = (100, 500, 1_000_000)  # besides the default of 10000
+COMPLETE = 13 / 32  # the pairs of rope that complete a rotation within 256 tokens
+SEEDS = {"rope": 8, "finetune": 6, "base": 4, "encodings": 4, "books": 4, "tasks": 3}  # of each part
 
-# The runs of the plan `layers`: name -> the methods that it is evaluated with, besides none and the window control
-REFERENCES = {"rope": ("yarn",), "alibi": ()}
-NEWER_ENCODINGS = {"fox": (), "ssmax": ("yarn",), "kerple": (), "fire": ()}
-SCHEDULES = {"gemma3": ("yarn",), "swan": ("logn",), "sssl": ("yarn",), "smollm3": ("yarn",)}
-FURTHER_ENCODINGS = (
-    *("none", "sink_logits", "cope", "none_tempered"),
-    *("rope_tempered", "rope_resonance", "fope", "pope", "path"),
-)
-FURTHER_SCHEDULES = ("window_only", "gemma4", "gpt_oss")
+FEWER_WINDOWS = ("encodings", "base")  # a quarter of the others'
+# Methods -> the runs that are evaluated with them, besides none and the window control
+EVALUATED_WITH = {
+    ("yarn",): ("xpos", "gemma3", "gemma4", "gpt_oss", "olmo3", "sssl", "smollm3"),
+    ("logn",): ("swan", "drope", "rope_to_swan"),
+    ("pi", "ntk", "yarn"): ("rope", "complete_pairs", *(f"base{base}" for base in BASES)),
+}
+OWN = {name: methods for methods, names in EVALUATED_WITH.items() for name in names}
 GATES = {f"gate_{kind}": (f"model.attention_gate={kind}",) for kind in ("head", "element")}
 LARGER_BASE = 500_000  # of ABF, as Xiong et al. have it
+TASKS = ("recall", "mqar")
+OF_TASKS = ("rope", "alibi", "kerple", "fox", "gemma3", "swan")
+TEXTS = 96  # of a task, at each distance of the answer
 
 
 @dataclass(frozen=True)
 class Size:
     """The study at one size of model and corpus, from conf/study/NAME.yaml."""
 
-    lengths: tuple[int, ...]  # evaluated, tokens; past NEAR only with MAIN_METHODS
     train: tuple[str, ...] = ()  # overrides of train.py: conf/train/exp/NAME.yaml has the settings of the training
     documents: int = 32  # evaluated
     scored_tokens: int = 64  # at the end of each window
-    windows: int = 8  # of each document
-    far_windows: int = 2  # of each document at lengths past NEAR
-    seeds: tuple[int, ...] = (0,)
-    finetune: tuple[int, ...] = FINETUNE_STEPS
+    windows: int = 32  # of each document; of FEWER_WINDOWS a quarter
+    far_windows: int = 2  # of each document at lengths past 2048
+    seeds: int = 8  # at most; SEEDS has those of each part
+    finetune_steps: int = 200
     # For the forecast of the duration:
-    train_rate: float = 20_000  # tokens/s
+    train_rate: float = 10_000  # tokens/s
     eval_rate: float = 30_000  # tokens/s
     start_seconds: float = 30  # to start and compile
 
@@ -56,10 +72,9 @@ class Size:
         """The trained context, tokens."""
         return self.training.ctx
 
-    @property
-    def doublings(self) -> tuple[int, ...]:
-        """The lengths without those between L and 2 L."""
-        return tuple(n for n in self.lengths if n % self.L == 0 or n < self.L)
+    def lengths(self, *multiples: float) -> tuple[int, ...]:
+        """In tokens."""
+        return tuple(round(m * self.L) for m in multiples)
 
 
 def load_size(name: str) -> Size:
@@ -70,141 +85,150 @@ def load_size(name: str) -> Size:
     return build_from_knobs(Size, knobs, "study")
 
 
-# ---- the plan ----
+# ---- jobs ----
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One command `eval.py -m`. none and the window control come with every one."""
+
+    lengths: tuple[int, ...]  # tokens
+    methods: tuple[str, ...] = ("none",)
+    settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training run and its evaluation."""
+    """One training run and its evaluations."""
 
-    part: str  # encodings, base or finetune; of the plan `layers`: references, layers or further
+    part: str
     name: str
     seed: int
     train: tuple[str, ...]  # overrides of train.py
     steps: int
-    lengths: tuple[int, ...]  # evaluated
-    scalings: str = "controls"  # evaluated with: all methods that apply, those of MAIN_METHODS, or the controls only
-    methods: tuple[str, ...] | None = None  # of the plan `layers`: evaluated with the controls and these only
+    evaluations: tuple[Evaluation, ...]
+    task: str = "matched"
     columns: dict[str, Any] = field(default_factory=dict)  # additional columns of its rows
 
-
-def planned_jobs(size: Size, seeds: tuple[int, ...]) -> list[Job]:
-    """All jobs of the matrix, ordered by seed: if it is stopped, the finished jobs are a study with fewer seeds."""
-    jobs = []
-    for seed in seeds:
-        jobs += encoding_jobs(size, seed, first=seed == seeds[0])
-        jobs += finetune_jobs(size, seed)
-        jobs += base_jobs(size, seed)
-    return jobs
+    @property
+    def longest(self) -> int:
+        return max(n for evaluation in self.evaluations for n in evaluation.lengths)
 
 
-def encoding_jobs(size: Size, seed: int, first: bool) -> list[Job]:
-    """A run of every encoding but those of the plan `layers`. rope is first: the fine-tunings start from it."""
-    jobs = []
-    others = {*NEWER_ENCODINGS, *FURTHER_ENCODINGS} - {"none"}
-    for pos in sorted(set(choices("pos")) - others, key=lambda pos: (pos != "rope", pos)):
-        train = (*encoding(pos, size), *size.train, f"seed={seed}")
-        # All methods are evaluated on rope, with all seeds. On the other encodings the results are similar, so there
-        # the main methods with the first seed are enough
-        scalings = "all" if pos == "rope" else "main" if first else "controls"
-        jobs.append(Job("encodings", f"{pos}-s{seed}", seed, train, size.training.steps, size.lengths, scalings))
-    return jobs
+def from_scratch(size: Size, part: str, name: str, seed: int, *evaluations: Evaluation, settings: tuple = ()) -> Job:
+    """name: of an encoding, a layer schedule, one of GATES, or any other with `settings`."""
+    chosen = settings or GATES.get(name) or ((f"pos={name}",) if name in choices("pos") else (f"layers={name}",))
+    if name in choices("pos") and "max_positions" in yaml_values("pos", name):  # a table of positions needs all rows
+        chosen += (f"pos.max_positions={max(n for x in evaluations for n in x.lengths)}",)
+    train = (*chosen, *size.train, f"seed={seed}")
+    return Job(part, f"{name}-s{seed}", seed, train, size.training.steps, evaluations)
 
 
-def encoding(pos: str, size: Size) -> tuple[str, ...]:
-    """Overrides: one with a table of positions needs rows for the longest length that is evaluated."""
-    table = (f"pos.max_positions={max(size.lengths)}",) if "max_positions" in yaml_values("pos", pos) else ()
-    return f"pos={pos}", *table
-
-
-def from_run(size: Size, seed: int, *settings: str, run: str = "rope") -> tuple[str, ...]:
-    """Overrides of a short training that starts from this run with the same seed; other settings are those of it."""
+def from_run(size: Size, part: str, name: str, seed: int, *settings: str, evaluations: tuple, run: str = "rope") -> Job:
+    """A short training that starts from this run with the same seed; other settings are those of it."""
     exp = (x for x in size.train if x.startswith("exp="))
-    return *exp, f"init={run}-s{seed}", *settings, f"seed={seed}", "val_windows=64", "optim=finetune"
+    steps = next((int(x.removeprefix("steps=")) for x in settings if x.startswith("steps=")), size.finetune_steps)
+    train = (
+        *exp,
+        f"init={run}-s{seed}",
+        f"steps={steps}",
+        f"seed={seed}",
+        "val_windows=64",
+        "optim=finetune",
+        *settings,
+    )
+    return Job(part, f"{name}-s{seed}", seed, tuple(dict.fromkeys(train)), steps, evaluations)
 
 
-def finetune_jobs(size: Size, seed: int) -> list[Job]:
-    """Fine-tuning of rope to a context of 4 L with each method of EXTENSIONS, for several numbers of steps.
-
-    In addition one run that is trained at 4 L from scratch, for comparison. The columns `method`, `finetune_steps` and
-    `percent` (of the pre-training's steps) identify them in the rows.
-    """
-    target = 4 * size.L
-    lengths = tuple(size.L * k for k in (1, 2, 4, 5, 8))  # 4 L is the target, and 5 and 8 L are past it
-    jobs = []
-    for steps, method in itertools.product(size.finetune, EXTENSIONS):
-        settings = from_run(size, seed, f"ctx={target}", f"scaling={method}", f"steps={steps}")
-        train = (*settings, "optim.lr=5e-4", "optim.warmup=5")
-        percent = round(100 * steps / size.training.steps, 2)
-        columns = {"method": method, "finetune_steps": steps, "percent": percent}
-        jobs.append(Job("finetune", f"{method}-{steps}-s{seed}", seed, train, steps, lengths, columns=columns))
-    # From scratch with as many steps as pre-training and the longest fine-tuning have together
-    steps = size.training.steps + max(size.finetune)
-    train = ("pos=rope", *size.train, f"seed={seed}", f"ctx={target}", f"steps={steps}")
-    columns = {"method": "from scratch"}
-    return [*jobs, Job("finetune", f"scratch-{target}-s{seed}", seed, train, steps, lengths, columns=columns)]
+def rope_jobs(size: Size, seed: int) -> Iterator[Job]:
+    """rope with every method, and its fine-tunings."""
+    near = size.lengths(*NEAR)
+    methods = (
+        Evaluation(near, METHODS),
+        Evaluation(near, WITH_LOGN, ("plus=logn",)),
+        Evaluation(size.lengths(*BETWEEN), ("yarn",)),
+        Evaluation((size.L,), ("pi", "ntk", "yarn"), (f"scaling.factor={FACTOR}",)),
+    )
+    further = Evaluation(near, FURTHER), Evaluation(near, FURTHER_WITH_LOGN, ("plus=logn",))
+    yield from_scratch(size, "rope", "rope", seed, *methods, *(further if seed < FURTHER_SEEDS else ()))
+    for multiple, method in ((k, m) for k, of_length in EXTENSIONS.items() for m in of_length):
+        lengths = Evaluation(size.lengths(*EXTENDED_LENGTHS[multiple]))
+        settings = (f"ctx={multiple * size.L}", f"scaling={method}", "optim.lr=5e-4", "optim.warmup=5")
+        job = from_run(size, "finetune", f"{method}-{multiple}L", seed, *settings, evaluations=(lengths,))
+        yield replace(job, columns={"method": method, "extended": multiple})
 
 
-def base_jobs(size: Size, seed: int) -> list[Job]:
-    """Runs of rope that are pre-trained with each base of BASES."""
-    jobs = []
+def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
+    """Every encoding and schedule at up to 32 L with the methods that belong to it, rope among them."""
+    lengths = size.lengths(*NEAR, *FAR)
+
+    def own(name: str) -> Evaluation:
+        return Evaluation(lengths, OWN.get(name, ("none",)))
+
+    schedules = {*choices("layers")} - {"uniform"}
+    for name in sorted((*choices("pos"), *schedules, *GATES), key=lambda name: (name != "rope", name)):
+        yield from_scratch(size, "encodings", name, seed, own(name))
     for base in BASES:
-        train = ("pos=rope", f"pos.base={base}", *size.train, f"seed={seed}")
-        jobs.append(Job("base", f"base{base}-s{seed}", seed, train, size.training.steps, size.lengths))
-    return jobs
-
-
-# ---- the second plan ----
-
-
-def layer_jobs(size: Size, seeds: tuple[int, ...]) -> list[Job]:
-    """The plan `layers`: newer encodings, layer schedules, and another encoding for a trained rope.
-
-    Its parts are `references`, to compare with (the same runs as in the matrix); `layers`, the ten runs of newer
-    encodings, schedules and changes; and `further`, which only some claims of studies/layers.py need.
-    """
+        settings = ("pos=rope", f"pos.base={base}")
+        yield from_scratch(size, "base", f"base{base}", seed, own(f"base{base}"), settings=settings)
+    complete = ("pos=rope_proportional", f"pos.rotary_fraction={COMPLETE}")
+    yield from_scratch(size, "base", "complete_pairs", seed, own("complete_pairs"), settings=complete)
     abf = (f"pos.base={LARGER_BASE}", f"ctx={4 * size.L}")  # Xiong et al. train at a longer context, too
-    jobs = []
-    for seed in seeds:
-        jobs += [scratch_job(size, seed, "references", *run) for run in REFERENCES.items()]
-        jobs += [scratch_job(size, seed, "layers", *run) for run in (SCHEDULES | NEWER_ENCODINGS).items()]
-        jobs.append(changed_job(size, seed, "layers", "drope", ("pos=none",), ("logn",)))
-        jobs.append(changed_job(size, seed, "layers", "abf", abf, ()))
-        further = (*FURTHER_SCHEDULES, *FURTHER_ENCODINGS, *GATES)
-        jobs += [scratch_job(size, seed, "further", name, ()) for name in further]
-        jobs.append(changed_job(size, seed, "further", "rope_to_swan", ("layers=swan",), ("logn",)))
-        # A copy of gemma3 in which scaling methods apply to all layers: one step saves the setting, not other weights
-        everywhere = ("layers=gemma3", "layers.L.scaled=true", "optim.lr=1e-30")
-        train = from_run(size, seed, *everywhere, "steps=1", run="gemma3")
-        jobs.append(Job("further", f"gemma3_all_scaled-s{seed}", seed, train, 1, size.doublings, methods=("yarn",)))
-    return jobs
+    changes: dict[str, tuple[str, ...]] = {"drope": ("pos=none",), "abf": abf, "rope_to_swan": ("layers=swan",)}
+    for name, change in changes.items():
+        yield from_run(size, "encodings", name, seed, *change, evaluations=(own(name),))
+    # A copy of gemma3 in which scaling methods apply to all layers: one step saves the setting, not other weights
+    everywhere = ("layers=gemma3", "layers.L.scaled=true", "optim.lr=1e-30", "steps=1")
+    evaluations = (Evaluation(lengths, ("yarn",)),)
+    yield from_run(size, "encodings", "gemma3_all_scaled", seed, *everywhere, evaluations=evaluations, run="gemma3")
 
 
-def scratch_job(size: Size, seed: int, part: str, name: str, methods: tuple[str, ...]) -> Job:
-    """A training from scratch. name: of an encoding, a layer schedule or one of GATES."""
-    settings = GATES.get(name) or (encoding(name, size) if name in choices("pos") else (f"layers={name}",))
-    train = (*settings, *size.train, f"seed={seed}")
-    return Job(part, f"{name}-s{seed}", seed, train, size.training.steps, size.doublings, methods=methods)
+def book_jobs(size: Size, seed: int) -> Iterator[Job]:
+    near = size.lengths(*NEAR)
+    methods = Evaluation(near, ("pi", "ntk", "yarn", "rerope")), Evaluation(near, ("rerope",), ("plus=logn",))
+    yield from_scratch(size, "books", "rope", seed, *methods, settings=("pos=rope", "data=books"))
 
 
-def changed_job(size: Size, seed: int, part: str, name: str, change: tuple[str, ...], methods: tuple[str, ...]) -> Job:
-    """A short training that starts from rope with another encoding."""
-    steps = max(size.finetune)
-    train = from_run(size, seed, *change, f"steps={steps}")
-    return Job(part, f"{name}-s{seed}", seed, train, steps, size.doublings, methods=methods)
+def task_jobs(size: Size, seed: int) -> Iterator[Job]:
+    lengths = size.lengths(1, 2, 4, 8)
+    for task, name in itertools.product(TASKS, OF_TASKS):
+        methods = (Evaluation(lengths, ("yarn", "ntk", "llama3")), Evaluation(lengths, ("rerope",), ("plus=logn",)))
+        evaluations = methods if name == "rope" else (Evaluation(lengths, OWN.get(name, ("none",))),)
+        settings = (f"pos={name}" if name in choices("pos") else f"layers={name}", f"data={task}")
+        job = from_scratch(size, "tasks", f"{task}-{name}", seed, *evaluations, settings=settings)
+        yield replace(job, task=task)
 
 
-PLANS = {"matrix": planned_jobs, "layers": layer_jobs}
+PLANS = {"rope": rope_jobs, "encodings": encoding_jobs, "books": book_jobs, "tasks": task_jobs}
+
+
+def planned_jobs(plan: str, size: Size, seeds: tuple[int, ...] | None = None) -> list[Job]:
+    """The jobs of a plan ordered by seed: if it is stopped, the finished ones are a study with fewer seeds.
+
+    seeds: of all parts; None: those of each part.
+    """
+    found = [job for seed in seeds or range(size.seeds) for job in PLANS[plan](size, seed)]
+    return found if seeds else [job for job in found if job.seed < SEEDS[job.part]]
+
+
+def targets(job: Job, size: Size) -> tuple[str, ...]:
+    """The settings of eval.py that say which tokens are scored."""
+    if job.task != "matched":
+        return f"task={job.task}", f"documents={min(TEXTS, 3 * size.documents)}"
+    windows = max(1, size.windows // (4 if job.part in FEWER_WINDOWS else 1))
+    scored = f"task.scored_tokens={size.scored_tokens}", f"task.windows={windows}"
+    return f"documents={size.documents}", *scored, f"task.far_windows={size.far_windows}"
 
 
 def minutes(job: Job, size: Size) -> float:
-    """A rough forecast of a job's duration in minutes: its tokens divided by the rates, plus the time to start."""
-    # About 20 methods apply to an encoding that rotates, and few to the others
-    curves = {"all": 20, "main": 2 + len(MAIN_METHODS), "controls": 2}[job.scalings] + len(job.methods or ())
-    far = min(curves, 2 + len(MAIN_METHODS)) * size.far_windows * sum(n for n in job.lengths if n > NEAR)
-    near = curves * size.windows * sum(n for n in job.lengths if n <= NEAR)
-    eval_seconds = size.documents * (near + far) / size.eval_rate
-    return (job.steps * size.training.batch_tokens / size.train_rate + eval_seconds + size.start_seconds) / 60
+    """A rough forecast of a job's duration."""
+    windows = size.windows // (4 if job.part in FEWER_WINDOWS else 1)
+    tokens = 0
+    for i, evaluation in enumerate(job.evaluations):
+        curves = len({*evaluation.methods} - {"none"}) + (2 if i == 0 else 0)
+        tokens += curves * size.documents * sum(n * (windows if n <= 8 * size.L else 2) for n in evaluation.lengths)
+    seconds = job.steps * size.training.batch_tokens / size.train_rate + tokens / size.eval_rate
+    return (seconds + size.start_seconds) / 60
 
 
 def select_jobs(jobs: list[Job], only: str | None) -> list[Job]:

@@ -25,7 +25,7 @@ from measure import plots
 from measure.curves import read_curve, write_jsonl
 from measure.intervals import Estimate, estimate, interval_text
 from studies.jobs import Stopped, run_script
-from studies.rows import MATRIX, Rows, StudyRow, fill, header, line, read_rows
+from studies.rows import RESULTS, Rows, StudyRow, fill, header, line, read_rows
 
 CORPORA = {"sympy": "code", "books": "books"}
 SWEEPS = (("scaling=pi,ntk,yarn,llama3",), ("scaling=rerope", "plus=logn"))  # none and window come with every method
@@ -33,7 +33,7 @@ METHODS = ("none", "pi", "ntk", "yarn", "llama3", "rerope + logn")
 FACTORS = (1.0, 1.5, 2.0)  # lengths, as multiples of L
 Gains = dict[tuple[str, float], np.ndarray]  # (method, n / L) -> its gain, nats per token [seeds, documents]
 TICKS = (-3, -1, -0.3, -0.1, 0, 0.1)  # nats per token, of the figure
-TINY = "rope"  # the run of results/matrix.jsonl that is set beside it
+TINY = "rope"  # the run of results/rope.jsonl that is set beside it
 
 # ---- measure ----
 
@@ -94,7 +94,8 @@ def order(gains: Gains, a: str, b: str, factor: float) -> tuple[str, str]:
     """(a, b or ?: the method with the larger gain if the interval excludes 0; the difference). Empty if unknown."""
     if (a, factor) not in gains or (b, factor) not in gains:
         return "", ""
-    result = estimate(gains[a, factor] - gains[b, factor])
+    seeds = min(len(gains[a, factor]), len(gains[b, factor]))  # some methods were evaluated on the first ones only
+    result = estimate(gains[a, factor][:seeds] - gains[b, factor][:seeds])
     low, high = result.interval
     return ("a" if low > 0 else "b" if high < 0 else "?"), show(result)
 
@@ -140,7 +141,7 @@ def tables(args: argparse.Namespace, real: dict[str, Rows], tiny: Gains) -> str:
         lines.append("The antecedent of a target is the latest earlier occurrence of its last five tokens.\n")
         lines += antecedent_table(antecedents(args, corpus), first.train_ctx)
     lines += ["", "## Orders of methods: real against small", ""]
-    small = f"small: `{TINY}` of matrix.jsonl, at the same n / L"
+    small = f"small: `{TINY}` of rope.jsonl, at the same n / L"
     decided = "The order is decided where the interval excludes 0."
     lines.append(f"Gain of a minus gain of b, nats per token. {small}. {decided}\n")
     lines += compare_orders({corpus: gains_of(rows, rows.rows[0].name) for corpus, rows in real.items()}, tiny)
@@ -229,7 +230,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--scored-tokens", type=int, default=512, help="of each document")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time; resumable")
     parser.add_argument("--runs", default="runs/real", help="the folder of the curves")
-    parser.add_argument("--tiny", type=Path, default=MATRIX[0], help="the rows of the small model")
+    parser.add_argument("--tiny", type=Path, default=RESULTS / "rope.jsonl", help="the rows of the small model")
     parser.add_argument("--out", type=Path, default=ROOT / "results", help="the folder of the results")
     parser.add_argument("overrides", nargs="*", help="further settings of eval.py, such as data.files=...")
     return parser.parse_args()

@@ -1,9 +1,7 @@
-"""The rows of the study, results/matrix.jsonl and layers.jsonl: what they are, how they are read, differences of them.
+"""The rows of the study, results/PLAN.jsonl: what they are, how they are read, and differences of them.
 
 A row is one run, one method and one length: a Row of measure/curves.py with the columns that tell what the run is in
-the study. It scores several windows of each document, at long n fewer of them, so two rows are compared on the windows
-that both have. The rows of the earlier targets, results/matrix-last64.jsonl, score one: the last 64 tokens of each
-document. They are never compared with the others.
+the study. All rows of a file are of the same texts.
 """
 
 import argparse
@@ -11,7 +9,7 @@ import functools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,11 @@ from conf.registry import ROOT
 from engine.files import write_atomically
 from measure.curves import Row
 from measure.gain import better_controls
+from measure.groups import FEWEST
+from measure.intervals import Estimate, estimate
 
 BAR = "bar"  # as the label of a method: the better of the two controls
-MATRIX = (ROOT / "results/matrix.jsonl", ROOT / "results/matrix-last64.jsonl")
-OLD = "old targets"  # the mark of what is measured on the rows of the last 64 tokens
+RESULTS = ROOT / "results"
 
 
 @dataclass(frozen=True)
@@ -35,22 +34,35 @@ class StudyRow(Row):
     part: str = ""  # of the plan, or the corpus of studies/real.py
     base: float | None = None  # of a rotary encoding
     method: str = ""  # of a fine-tuning; none: fine-tuned without scaling
-    finetune_steps: int = 0
-    percent: float = 0.0  # of the pre-training's steps
+    extended: int = 0  # the context of a fine-tuning, as a multiple of L
     in_window: float | None = None  # held-out bits per byte within the trained context
     steps: int = 0
     tokens_per_second: float | None = None  # of the training
     threads: int = 0
     commit: str = ""
     command: str = ""  # that trained the run
+    # Group of targets by antecedent -> the sum of their nats, and their number, in each document, from L on
+    groups: dict[str, list[list[float]]] = field(default_factory=dict)
 
     @functools.cached_property
     def name(self) -> str:
-        """The run without its seed: `rope` for rope-s0, rope-s1 and rope-s2."""
-        return self.run.removesuffix(f"-s{self.seed}")
+        """The run without its seed. rope_interleaved is rope: the same functions, with permuted dimensions."""
+        name = self.run.removesuffix(f"-s{self.seed}")
+        return "rope" if name == "rope_interleaved" else name
+
+    @property
+    def training(self) -> int:
+        """Tells the trainings of one name apart: the seed, and another number for rope_interleaved."""
+        return self.seed + 1000 * self.run.startswith("rope_interleaved")
+
+    @property
+    def lineage(self) -> str:
+        """The run without seed whose weights this one began with, or its own. Seeds of one lineage are paired."""
+        parent = next((x for x in self.command.split() if x.startswith("init=")), "")
+        return parent.removeprefix("init=").removesuffix(f"-s{self.seed}") or self.name
 
 
-Seeds = dict[int, StudyRow]  # seed -> its row, of one condition
+Seeds = dict[int, StudyRow]  # training -> its row, of one condition
 
 
 @dataclass(frozen=True)
@@ -58,13 +70,12 @@ class Rows:
     """The rows of one file. Their losses are aligned (measure/curves.py): they can be compared between lengths."""
 
     rows: Sequence[StudyRow]
-    mark: str = ""  # OLD for those of the earlier targets
 
     @functools.cached_property
     def by_condition(self) -> dict[tuple[str, str, int], Seeds]:
         found: dict[tuple[str, str, int], Seeds] = defaultdict(dict)
         for row in self.rows:
-            found[row.name, row.label, row.n][row.seed] = row
+            found[row.name, row.label, row.n][row.training] = row
         return found
 
     @functools.cached_property
@@ -86,7 +97,7 @@ class Rows:
         if label != BAR:
             return self.by_condition.get((run, label, n), {})
         windows = [*self.find(run, "window", n).values()]
-        return {row.seed: row for row in better_controls(windows, self.nones)} if windows else {}
+        return {row.training: row for row in better_controls(windows, self.nones)} if windows else {}
 
     def losses(self, run: str, label: str, n: int) -> np.ndarray:
         """The mean loss over all windows with each seed, nats per token [seeds]."""
@@ -96,48 +107,54 @@ class Rows:
         """How much lower the loss is than the better control's, nats per token [seeds, documents]."""
         return difference(self.find(run, BAR, n), self.find(run, label, n))
 
-    def has(self, part: str, label: str | None = None) -> bool:
-        return any(row.part == part and label in (None, row.label) for row in self.rows)
-
-    def runs(self, part: str, label: str | None = None) -> list[str]:
-        """The names of the part's runs, without seeds; label: only runs that were evaluated with this method."""
-        return sorted({row.name for row in self.rows if row.part == part and label in (None, row.label)})
+    def runs(self, part: str) -> list[str]:
+        """The names of the part's runs, without seeds."""
+        return sorted({row.name for row in self.rows if row.part == part})
 
     def lengths(self, part: str) -> list[int]:
         """The lengths at which the part's runs were evaluated without scaling."""
         return sorted({row.n for row in self.rows if row.part == part and row.label == "none"})
 
-    def bases(self) -> dict[float, str]:
-        """RoPE's base in pre-training -> the run, in the order of the bases. `rope` has the default base."""
-        found = {float(row.base): row.name for row in self.rows if row.part == "base" and row.base}
-        return dict(sorted((found | {10000.0: "rope"}).items())) if found else {}
 
-    def with_seeds_of(self, part: str) -> "Rows":
-        """The rows of all parts with the seeds of this part: its runs are compared with rope at the same seeds."""
-        seeds = {row.seed for row in self.rows if row.part == part}
-        return Rows([row for row in self.rows if row.seed in seeds], self.mark)
-
-
-def contrast(plus: Sequence[Seeds], minus: Sequence[Seeds], absolute: bool = False) -> np.ndarray:
+def contrast(plus: Sequence[Seeds], minus: Sequence[Seeds] = (), absolute: bool = False) -> np.ndarray:
     """The sum of the losses `plus` less that of the losses `minus`, nats per token [seeds, documents].
 
     On the seeds and windows that all of them have; no seeds if there are none. absolute: the mean of the absolute
     values over the windows of a document.
     """
+    terms = (*plus, *minus)
+    windows = set.intersection(*({*row.scored_windows} for seeds in terms for row in seeds.values()))
+    groups = [[w] for w in windows] if absolute else [sorted(windows)] if windows else []
     values = []
-    for seed in sorted(set.intersection(*({*seeds} for seeds in (*plus, *minus)))):
-        first, second = ([seeds[seed] for seeds in terms] for terms in (plus, minus))
-        windows = set.intersection(*({*row.scored_windows} for row in (*first, *second)))
-        if windows:
-            groups = [[w] for w in windows] if absolute else [sorted(windows)]
-            a, b = (sum(np.stack([row.document_losses(g) for g in groups]) for row in rows) for rows in (first, second))
-            values.append(np.mean(np.abs(a - b) if absolute else a - b, axis=0))
+    for seed in sorted(set.intersection(*({*seeds} for seeds in terms))) if groups else ():
+        a, b = (sum(np.stack([s[seed].document_losses(g) for g in groups]) for s in part) for part in (plus, minus))
+        values.append(np.mean(np.abs(a - b) if absolute else a - b, axis=0))
     return np.array(values)
 
 
 def difference(a: Seeds, b: Seeds) -> np.ndarray:
     """Loss a - loss b, nats per token [seeds, documents], on the seeds and windows that both have."""
-    return contrast([a], [b])
+    return contrast([a], [b]) if a and b else np.array([])
+
+
+def compare(a: Seeds, b: Seeds, since: Sequence[Seeds] = (), absolute: bool = False) -> Estimate | None:
+    """The mean of loss a - loss b, nats per token. None if there are no rows, or too few seeds for an interval.
+
+    Conditions of one lineage are paired by seed: they have the weights, or those they started from, in common. Others
+    are independent trainings, also where their seeds agree: with fewer than FEWEST of each, their difference may be
+    chance. since: the rows of a and b at a shorter length; then the rises of the losses since there are compared.
+    """
+    if not a or not b or not all(since):
+        return None
+    plus, minus = ([a, since[1]], [b, since[0]]) if since else ([a], [b])
+    if len({row.lineage for seeds in (a, b) for row in seeds.values()}) == 1:
+        values = contrast(plus, minus, absolute)
+        return estimate(values) if len(values) else None
+    windows = [{*row.scored_windows} for seeds in (*plus, *minus) for row in seeds.values()]
+    if min(len(a), len(b)) < FEWEST or not set.intersection(*windows):
+        return None
+    groups = (contrast([a], [since[0]]), contrast([b], [since[1]])) if since else (contrast([a]), contrast([b]))
+    return estimate(*groups)
 
 
 # ---- reading ----
@@ -146,38 +163,16 @@ def difference(a: Seeds, b: Seeds) -> np.ndarray:
 def read_rows(path: Path) -> Rows:
     """The rows in a file that studies.matrix wrote. UserError if it is missing or damaged."""
     try:
-        rows = [study_row(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [StudyRow(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
-        plan = " --plan layers" if path.name.startswith("layers") else ""
-        raise UserError(f"{path}: not found: first python -m studies.matrix{plan}") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        raise UserError(f"{path}: not found: first python -m studies.matrix --plan {path.stem}") from None
+    except (OSError, ValueError, TypeError):
         rows = []
     if not rows:
         raise UserError(f"{path}: not rows that studies.matrix wrote")
-    if len({row.texts for row in rows} - {""}) > 1:
+    if len({(row.task, row.texts) for row in rows}) > len({row.task for row in rows}):
         raise UserError(f"{path}: its rows are on different texts, such as other documents, and cannot be compared")
-    return Rows(rows, OLD if path.name == MATRIX[1].name else "")
-
-
-def study_row(row: dict[str, Any]) -> StudyRow:
-    """A row of a file. The published ones have other names for some columns, and lack those that no report uses."""
-    names = {"name": "run", "windows": "scored_windows", "extended_ctx": "longest_trained_ctx"}
-    row = {names.get(key, key): value for key, value in row.items()}
-    known = {field.name for field in fields(StudyRow)}
-    unknown: dict[str, Any] = dict.fromkeys(known - {"run", "seed", "label", "n", "train_ctx", "loss", "tokens", "nll"})
-    unknown |= {"texts": "", "hits": [], "scored_windows": [0], "longest_trained_ctx": row["train_ctx"]}
-    unknown |= {"part": "", "documents": len(row["nll"]) // len(row.get("scored_windows", [0]))}
-    return StudyRow(**unknown | {key: value for key, value in row.items() if key in known})
-
-
-def read_sources(paths: Sequence[Path]) -> list[Rows]:
-    """The rows of the files that are there. A report takes each of its numbers from the first source that has it."""
-    return [read_rows(path) for path in paths if path.exists()] or [read_rows(paths[0])]
-
-
-def source(sources: Sequence[Rows], part: str, label: str | None = None) -> Rows:
-    """The first source that has this part of the plan, with this method; the last one if none has."""
-    return next((rows for rows in sources if rows.has(part, label)), sources[-1])
+    return Rows(rows)
 
 
 # ---- reports ----
@@ -199,13 +194,11 @@ def fill(report: str, /, **values: Any) -> str:
     return (Path(__file__).with_name("reports") / report).read_text(encoding="utf-8").format(**texts)
 
 
-def report_command(report: Callable[[Sequence[Rows]], str], out: str, paths: Sequence[Path] = MATRIX) -> None:
-    """The command line of a study that turns rows into one text: writes it to results/OUT and prints it."""
+def report_command(report: Callable[[], str], out: str) -> None:
+    """The command line of a study that turns the published rows into one text: writes it to results/OUT, prints it."""
     parser = argparse.ArgumentParser(description=f"Write results/{out} from the rows of studies.matrix")
-    help_text = "files of rows; each number is of the first that has it"
-    parser.add_argument("--rows", nargs="+", type=Path, default=paths, help=help_text)
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / out, help="the file to write")
+    parser.add_argument("--out", type=Path, default=RESULTS / out, help="the file to write")
     args = parser.parse_args()
-    text = report(read_sources(args.rows))
+    text = report()
     write_atomically(args.out, lambda f: f.write(text.encode()))
     print(text)

@@ -1,4 +1,4 @@
-"""The rows of the matrix as Markdown tables: python -m studies.tables writes results/matrix.md
+"""The rows of the study as Markdown tables: python -m studies.tables writes results/matrix.md and results/encodings.md
 
 A cell is a perplexity, as the mean over seeds with the lowest and highest seed in brackets, or a gain over the bar in
 nats per token with its 95 % interval and its q value.
@@ -9,27 +9,22 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from conf.errors import user_errors
-from measure.intervals import Estimate, estimate, interval_text
-from studies.claims import estimate_text, q_text, with_q
-from studies.plan import EXTENSIONS
-from studies.rows import BAR, Rows, difference, fill, header, line, report_command, source
+from engine.files import write_atomically
+from measure.groups import FEWEST
+from measure.intervals import Estimate, estimate, half_width, interval_text
+from studies.claims import q_text, with_q
+from studies.plan import EXTENSIONS, FACTOR
+from studies.rows import BAR, RESULTS, Rows, compare, contrast, difference, fill, header, line, read_rows
 
-NOISE = """`rope` and `rope_interleaved` are the same function up to a permutation of dimensions, so their difference is
-noise of the training (A/A), and so is a difference between two seeds. A difference between two runs that is not larger
-than these means little at that length. In nats per token:
-"""
-
-CONTROLS = """Loss of the window control minus loss of truncation, nats per token. Where it is positive, the window
-breaks the model, and truncation is the bar.
-"""
-
+WIDE = 0.2  # nats: where the gains of seeds differ by more, they stand in place of an interval
+NEAR_GROUPS = ("none", "< 64")  # of targets that need no distant context, by their antecedent
 
 # ---- cells ----
 
 
-def mean_and_range(values: list[float], show: Callable[[float], str]) -> str:
+def mean_and_range(values: Sequence[float], show: Callable[[float], str]) -> str:
     """`20.0 (10.0-40.0)`; only the mean for one value; empty for none."""
-    if not values:
+    if not len(values):
         return ""
     mean, low, high = show(float(np.mean(values))), show(min(values)), show(max(values))
     return mean if len(values) == 1 else f"{mean} ({low}-{high})"
@@ -41,194 +36,231 @@ def perplexity(rows: Rows, run: str, label: str, n: int) -> str:
 
 
 def gain(rows: Rows, run: str, label: str, n: int) -> Estimate | str:
-    """How much lower the loss is than that of the better control; or the text of a cell without a number."""
+    """How much lower the loss is than that of the better control; or the text of a cell without an interval."""
     if label == "window" and rows.find(run, BAR, n) == rows.find(run, label, n):
         return "the bar"
     gains = rows.gain(run, label, n)
-    return estimate(gains) if len(gains) else ""
+    if not len(gains):
+        return ""
+    of_seeds = gains.mean(axis=1)
+    return f"seeds {' '.join(f'{x:+.2f}' for x in of_seeds)}" if np.ptp(of_seeds) > WIDE else estimate(gains)
 
 
-def gain_cells(gains: list[list[Estimate | str]]) -> list[list[str]]:
-    """The cells of a table of gains, `+0.100 [+0.032, +0.179] q=0.03`; q over all of them."""
+def gain_table(columns: list[str], gains: dict[str, list[Estimate | str]]) -> list[str]:
+    """A table of gains: name of a line -> its cells, `+0.100 [+0.032, +0.179] q=0.03`; q over all of them."""
 
     def show(cell: Estimate | str, q: float | None) -> str:
         if isinstance(cell, str):
             return cell
         q_of_cell = q_text(q)
-        text = interval_text(cell.mean, *cell.interval)
-        return f"{text} q{'' if q_of_cell.startswith('<') else '='}{q_of_cell}"
+        return f"{text(cell)} q{'' if q_of_cell.startswith('<') else '='}{q_of_cell}"
 
-    q = iter(with_q([None if isinstance(cell, str) else cell.p for line in gains for cell in line]))
-    return [[show(cell, next(q)) for cell in line] for line in gains]
-
-
-def by_length(rows: Rows, runs: dict[str, str], ns: list[int]) -> list[str]:
-    """A table of runs without scaling, a column for each length. runs: name in the table -> name in the matrix"""
-    lines = header(["", "seeds", "bits/byte within L", *(f"n = {n}" for n in ns)])
-    for title, run in runs.items():
-        by_seed = {row.seed: row.in_window for row in rows.rows if row.name == run and row.in_window}
-        bits = mean_and_range([*by_seed.values()], lambda bits: f"{bits:.3f}")
-        lines.append(line([title, str(len(by_seed)), bits, *(perplexity(rows, run, "none", n) for n in ns)]))
-    return lines
+    q = iter(with_q([None if isinstance(cell, str) else cell.p for cells in gains.values() for cell in cells]))
+    lines = [line([name, *(show(cell, next(q)) for cell in cells)]) for name, cells in gains.items()]
+    return [*header(["", *columns]), *lines]
 
 
-def by_condition(rows: Rows, names: dict[tuple[str, str], str], ns: list[int]) -> list[str]:
-    """A table of conditions, a column for each length. names: (run, label of the method) -> its name in the table"""
-    lines = [line([name, *(perplexity(rows, *pair, n) for n in ns)]) for pair, name in names.items()]
-    return [*header(["", *(f"n = {n}" for n in ns)]), *lines]
+def text(x: Estimate) -> str:
+    return interval_text(x.mean, *x.interval)
 
 
-def order_of(rows: Rows, run: str, label: str, n: int) -> float:
-    """The mean loss over seeds, as a sort key; infinite if there are no rows."""
-    losses = rows.losses(run, label, n)
-    return float(losses.mean()) if len(losses) else np.inf
+# ---- what a gain consists of ----
 
 
-# ---- the sections of results/matrix.md; L: the trained context ----
+def part_of_gain(rows: Rows, run: str, label: str, n: int, near: bool) -> np.ndarray:
+    """The part of a gain from targets with a near antecedent or none (the tax), or from the others (the reward).
+
+    Nats per token of all targets [seeds, documents]: the two add up to the gain.
+    """
+    bars, found = rows.find(run, BAR, n), rows.find(run, label, n)
+    values = []
+    for seed in sorted(seed for seed in bars.keys() & found.keys() if bars[seed].groups and found[seed].groups):
+        bar, groups = bars[seed].groups, found[seed].groups
+        chosen = [group for group in groups if (group in NEAR_GROUPS) == near]
+        targets = sum(np.array(counts) for _, counts in groups.values())
+        values.append(sum(np.array(bar[g][0]) - np.array(groups[g][0]) for g in chosen) / targets)
+    return np.array(values)
 
 
-def heading(title: str, rows: Rows) -> str:
-    return f"## {title}" + (f" ({rows.mark})" if rows.mark else "") + "\n"
+def headroom(rows: Rows, n: int) -> np.ndarray:
+    """How much lower the loss of the better fine-tuned run is than the better control's, [seeds, documents].
+
+    It was fine-tuned at n tokens, directly or with YaRN, from the same seeds of rope.
+    """
+    bars, multiple = rows.find("rope", BAR, n), n // rows.trained_ctx
+    tuned = [rows.find(f"{method}-{multiple}L", "none", n) for method in EXTENSIONS.get(multiple, ())]
+    found = [difference(bars, seeds) for seeds in tuned if seeds]
+    return max(found, key=np.mean, default=np.array([]))
+
+
+def share_of(gains: np.ndarray, most: np.ndarray) -> str:
+    """gains / most in % with its interval, by the variance of the linearised ratio; both [seeds, documents]."""
+    seeds = min(len(gains), len(most))
+    if not seeds or most.mean() <= 0:
+        return ""
+    gains, most = gains[:seeds], most[:seeds]
+    share = gains.mean() / most.mean()
+    rest = estimate(gains - share * most)
+    half = 100 * float(half_width(rest.variance, rest.df)) / most.mean()
+    return interval_text(100 * share, 100 * share - half, 100 * share + half, ".0f")
+
+
+# ---- the sections; L: the trained context ----
 
 
 def noise_section(rows: Rows) -> list[str]:
-    """The same model against itself: rope against rope_interleaved, and the seeds of rope against each other."""
-    between = ("standard deviation between seeds of `rope`", "largest difference between two seeds of `rope`")
-    text = [heading("Noise floor", rows), NOISE, *header(["n", "`rope_interleaved` - `rope`", "seeds", *between])]
-    for n in rows.lengths("encodings"):
-        found = difference(rows.find("rope_interleaved", "none", n), rows.find("rope", "none", n))
-        between_runs = estimate_text(estimate(found)) if len(found) else ""
+    """By how much trainings of rope differ that differ only in the seed."""
+    lines = []
+    for n in rows.lengths("rope"):
         losses = rows.losses("rope", "none", n)
-        several = len(losses) > 1
-        spread = [f"{losses.std(ddof=1):.3f}", f"{np.ptp(losses):.3f}"] if several else ["", ""]
-        text.append(line([str(n), between_runs, str(len(found)), *spread]))
-    return [*text, ""]
+        if len(losses) > 1:
+            sd, S = losses.std(ddof=1), len(losses)
+            one, four = (float(half_width(2 * sd**2 / size, S - 1)) for size in (1, FEWEST))
+            lines.append(line([str(n), str(S), f"{sd:.3f}", f"{np.ptp(losses):.3f}", f"{one:.3f}", f"{four:.3f}"]))
+    return lines
 
 
-def controls_section(rows: Rows, L: int) -> list[str]:
-    """The loss of the window control minus that of truncation, for every encoding."""
-    beyond = [n for n in rows.lengths("encodings") if n > L]
-    text = ["", heading("The two controls", rows), CONTROLS, *header(["", *(f"n = {n}" for n in beyond)])]
-    for run in rows.runs("encodings"):
-        found = [difference(rows.find(run, "window", n), rows.find(run, "none", L)) for n in beyond]
-        text.append(line([f"`{run}`", *(f"{x.mean():+.3f}" if len(x) else "" for x in found)]))
-    return text
-
-
-def encodings_section(rows: Rows, L: int, title: str) -> list[str]:
-    """Every encoding without scaling, sorted by the loss at 8 L."""
-    encodings = sorted(rows.runs("encodings"), key=lambda run: order_of(rows, run, "none", 8 * L))
-    text = [title, "`python -m studies.matrix --only encodings`\n"]
-    return text + by_length(rows, {f"`{run}`": run for run in encodings}, rows.lengths("encodings"))
-
-
-def methods_of(rows: Rows, L: int) -> list[str]:
-    """The labels of the methods evaluated on rope past L, sorted by the loss at 2 L."""
-    labels = sorted({label for run, label, n in rows.by_condition if run == "rope" and n > L})
-    return sorted(labels, key=lambda label: order_of(rows, "rope", label, 2 * L))
-
-
-def rope_section(rows: Rows, L: int) -> list[str]:
+def rope_section(rows: Rows) -> list[str]:
     """RoPE with every scaling method: perplexity, then gain over the bar past L. Sorted by the loss at 2 L."""
-    methods, ns = methods_of(rows, L), rows.lengths("encodings")
-    text = ["", heading("RoPE with every scaling method", rows)]
-    text += ["`python -m studies.matrix --only rope-s0,rope-s1,rope-s2`\n"]
-    text += by_condition(rows, {("rope", m): f"`{m}`" for m in methods}, ns)
-
+    L, ns = rows.trained_ctx, rows.lengths("rope")
+    labels = {label for run, label, n in rows.by_condition if run == "rope" and n > L and "=" not in label}
+    methods = sorted(labels, key=lambda label: rows.losses("rope", label, 2 * L).mean())
+    table = [line([f"`{m}`", *(perplexity(rows, "rope", m, n) for n in ns)]) for m in methods]
     beyond = [n for n in ns if n > L]
-    seeds = len(rows.find("rope", "none", L))
-    text += [f"\nGain over the bar in nats per token, with 95 % intervals over {seeds} seeds and documents, and q:\n"]
-    # Methods with a fixed factor ("pi factor=fixed") are left out: they are measured for their loss within L only
-    gains = {f"`{m}`": [gain(rows, "rope", m, n) for n in beyond] for m in methods if "=" not in m}
-    return text + gain_table([f"{n / L:g}x" for n in beyond], gains)
+    gains = {f"`{m}`": [gain(rows, "rope", m, n) for n in beyond] for m in methods}
+    found = [*header(["", *(f"n = {n}" for n in ns)]), *table, "", "Gain over the bar:", ""]
+    return found + gain_table([f"{n / L:g} L" for n in beyond], gains)
 
 
-def gain_table(columns: list[str], gains: dict[str, list[Estimate | str]]) -> list[str]:
-    """A table of gains: name of a line -> its cells."""
-    lines = zip(gains, gain_cells([*gains.values()]), strict=True)
-    return [*header(["", *columns]), *(line([name, *cells]) for name, cells in lines)]
+def parts_section(rows: Rows) -> list[str]:
+    """Of the methods with a gain at 2, 4 and 8 L: tax, reward, and share of the headroom."""
+    L, lines = rows.trained_ctx, []
+    for multiple in (2, 4, 8):
+        n = multiple * L
+        for label in dict.fromkeys(label for run, label, m in rows.by_condition if (run, m) == ("rope", n)):
+            tax, reward = (part_of_gain(rows, "rope", label, n, near) for near in (True, False))
+            if len(tax) and label != "window":
+                share, cells = share_of(rows.gain("rope", label, n), headroom(rows, n)), map(estimate, (tax, reward))
+                lines.append(line([f"{multiple} L", f"`{label}`", *map(text, cells), share]))
+    names = ["n", "method", "tax: no antecedent, or < 64 tokens back", "reward: >= 64 tokens back"]
+    return [*header([*names, "gain, % of the headroom"]), *lines] if lines else []
 
 
-def other_rotary_section(rows: Rows, L: int) -> list[str]:
-    """Gain of every method for the other rotary encodings, which are those that yarn applies to."""
-    rotary = [run for run in rows.runs("encodings", "yarn") if run != "rope"]
-    single = [m for m in methods_of(rows, L) if "=" not in m and "+" not in m]
-    text = []
-    for n in (4 * L, 16 * L) if rotary else ():
-        title = f"Other rotary encodings with every scaling method: gain over the bar at n = {n}"
-        counts = {run: len(rows.find(run, "yarn", n)) for run in ["rope", *rotary]}
-        columns = [f"`{run}`, {count} seed{'' if count == 1 else 's'}" for run, count in counts.items()]
-        gains = {f"`{m}`": [gain(rows, run, m, n) for run in counts] for m in single}
-        text += ["", heading(title, rows), *gain_table(columns, gains)]
-    return text
+def deployed_section(rows: Rows) -> list[str]:
+    """What one factor for all lengths costs within L."""
+    L, lines = rows.trained_ctx, []
+    for method in ("pi", "ntk", "yarn"):
+        label = f"{method} factor={float(FACTOR)}"
+        found = compare(rows.find("rope", label, L), rows.find("rope", "none", L))
+        lines += [line([f"`{label}`", text(found)])] if found else []
+    return [*header(["", f"loss at {L} less that without scaling"]), *lines] if lines else []
+
+
+def by_length(rows: Rows, runs: dict[str, str], label: str = "none") -> list[str]:
+    """A table of runs, a column for each length. runs: name in the rows -> name in the table"""
+    ns = sorted({n for run, at, n in rows.by_condition if run in runs and at == label})
+    lines = header(["", "seeds", "bits/byte within L", *(f"n = {n}" for n in ns)])
+    for run, name in runs.items():
+        by_seed = {row.training: row.in_window for row in rows.rows if row.name == run and row.in_window}
+        bits = mean_and_range([*by_seed.values()], lambda bits: f"{bits:.3f}")
+        lines.append(line([name, str(len(by_seed)), bits, *(perplexity(rows, run, label, n) for n in ns)]))
+    return lines
 
 
 def base_section(rows: Rows) -> list[str]:
-    """RoPE's base in pre-training, with rope as the run of the default base; seeds that all bases have."""
-    runs = {f"{base:,.0f}": run for base, run in rows.bases().items()}
-    text = ["", heading("RoPE's base in pre-training", rows), "`python -m studies.matrix --only base`\n"]
-    return [*text, *by_length(rows.with_seeds_of("base"), runs, rows.lengths("base"))] if runs else []
+    runs = {"rope": "`rope` (10,000)"} | {run: f"`{run}`" for run in rows.runs("base")}
+    return by_length(rows, runs) if len(runs) > 1 else []
 
 
-def finetune_section(rows: Rows, L: int) -> list[str]:
-    """The extensions by fine-tuning steps; 0 steps are the method without fine-tuning."""
-    tuned = [row for row in rows.rows if row.part == "finetune"]
-    if not tuned:
+def finetune_section(rows: Rows) -> list[str]:
+    """The fine-tuned runs, and the headroom at the lengths that they were fine-tuned at."""
+    runs, L = {run: f"`{run}`" for run in rows.runs("finetune")}, rows.trained_ctx
+    if not runs:
         return []
-    rows = rows.with_seeds_of("finetune")
-    ns = sorted({row.n for row in tuned})
-    # (steps, their share of the pre-training in %)
-    budgets = sorted({(row.finetune_steps, row.percent) for row in tuned if row.finetune_steps})
-    text = ["", heading(f"RoPE fine-tuned at {4 * L}, evaluated without further scaling", rows)]
-    text += ["`python -m studies.matrix --only finetune`; 0 steps: the scaling method without fine-tuning\n"]
-    text += header(["", "steps", "% of pre-training", "seeds", *(f"n = {n}" for n in ns)])
-
-    conditions = []  # (cells, run, label of the method)
-    for method in EXTENSIONS:
-        title = "direct" if method == "none" else f"`{method}`"
-        conditions.append(([title, "0", "0"], "rope", method))
-        conditions += [([title, str(k), f"{percent:g}"], f"{method}-{k}", "none") for k, percent in budgets]
-    scratch = [run for run in rows.runs("finetune") if run.startswith("scratch")]
-    conditions += [([f"trained at {4 * L} from scratch", "", ""], run, "none") for run in scratch]
-    for cells, run, label in conditions:
-        seeds = len(rows.find(run, label, 4 * L))
-        if seeds:
-            text.append(line([*cells, str(seeds), *(perplexity(rows, run, label, n) for n in ns)]))
-    return text
+    found = {multiple: headroom(rows, multiple * L) for multiple in EXTENSIONS}
+    rooms = [f"{multiple} L {text(estimate(room))}" for multiple, room in found.items() if len(room)]
+    return [*by_length(rows, runs), "", f"Headroom, nats per token: {', '.join(rooms)}."]
 
 
-def targets_text(rows: Rows) -> tuple[str, str]:
-    """(`8 windows`, at which lengths fewer of them are scored) of the encodings' rows without scaling."""
-    nones = [row for row in rows.rows if row.part == "encodings" and row.label == "none"]
-    windows = {row.n: len(row.scored_windows) for row in nones}
-    most = max(windows.values())
-    counts = sorted((count, n) for n, count in windows.items() if count < most)
-    fewer = ", ".join(f"{count} at n = {n}" for count, n in counts)
-    return f"{most} window{'' if most == 1 else 's'}", f" (fewer windows: {fewer})" if fewer else ""
+def encodings_section(rows: Rows) -> list[str]:
+    """Every encoding and schedule without scaling, sorted by the loss at 8 L."""
+    runs = sorted(rows.runs("encodings"), key=lambda run: rows.losses(run, "none", 8 * rows.trained_ctx).mean())
+    return by_length(rows, {run: f"`{run}`" for run in runs})
 
 
-def report(sources: Sequence[Rows]) -> str:
+def rises_section(rows: Rows) -> list[str]:
+    """The rise of the loss since L of every encoding, and its gain over the better control with its own method.
+
+    In the order of the rise at 8 L.
+    """
+    L, cells = rows.trained_ctx, {}
+    for run, label in dict.fromkeys((run, label) for run, label, _ in rows.by_condition if label != "window"):
+        ns = [multiple * L for multiple in (2, 8, 32)]
+        inside = rows.find(run, "none", L)
+        rises = [contrast([at], [inside]) if (at := rows.find(run, label, n)) else np.array([]) for n in ns]
+        name = f"`{run}`" + ("" if label == "none" else f", {label}")
+        trained = max((row.longest_trained_ctx for row in inside.values()), default=L)
+        gains = [gain(rows, run, label, n) if n > trained else "" for n in ns]
+        cells[name] = [*(estimate(x) if len(x) else "" for x in rises), *gains]
+
+    def order(name: str) -> float:
+        rise = cells[name][1]
+        return rise.mean if isinstance(rise, Estimate) else np.inf
+
+    columns = [f"{what}, {multiple} L" for what in ("rise", "gain") for multiple in (2, 8, 32)]
+    return gain_table(columns, {name: cells[name] for name in sorted(cells, key=order)})
+
+
+def targets_text(rows: Rows) -> str:
+    """`the last 64 tokens of each of 8 windows in 32 held-out documents (2 windows at n = 4096)`"""
+    nones = {row.n: row for row in rows.rows if row.label == "none"}
+    first = max(nones.values(), key=lambda row: len(row.scored_windows))
+    fewer = [
+        f"{len(row.scored_windows)} at n = {n}"
+        for n, row in sorted(nones.items())
+        if len(row.scored_windows) < len(first.scored_windows)
+    ]
+    what = f"{len(first.scored_windows)} windows in {first.documents} held-out documents"
+    note = f" (fewer windows: {', '.join(fewer)})" if fewer else ""
+    return f"the last {round(first.targets_per_window)} tokens of each of {what}{note}"
+
+
+def rope_report() -> str:
     """The text of results/matrix.md."""
-    encodings, scaled = source(sources, "encodings"), source(sources, "encodings", "yarn")
-    first = next(row for row in encodings.rows if row.part == "encodings" and row.label == "none")
-    L = first.train_ctx
-    windows, fewer = targets_text(encodings)
-    targets = round(first.targets_per_window)
-    about = {"L": L, "documents": first.documents, "targets": targets, "windows": windows, "fewer": fewer}
-    text = noise_section(encodings)
-    text += encodings_section(encodings, L, heading("Encodings without scaling", encodings))
-    for rows in sources[sources.index(encodings) + 1 :]:
-        if missing := {*rows.runs("encodings")} - {*encodings.runs("encodings")}:
-            of_missing = Rows([row for row in rows.rows if row.name in missing | {"rope"}])  # rope: to compare with
-            title = f"## Encodings without scaling, those without new rows ({rows.mark})\n"
-            text += ["", *encodings_section(of_missing, L, title)]
-    text += controls_section(encodings, L)
-    text += rope_section(scaled, L)
-    text += other_rotary_section(scaled, L)
-    text += base_section(source(sources, "base"))
-    text += finetune_section(source(sources, "finetune"), L)
-    return fill("matrix.md", **about, sections=text)
+    rows = read_rows(RESULTS / "rope.jsonl")
+    about = {"L": rows.trained_ctx, "targets": targets_text(rows), "fewest": FEWEST, "wide": WIDE}
+    missing = ["No rows yet."]
+    return fill(
+        "matrix.md",
+        **about,
+        noise=noise_section(rows),
+        methods=rope_section(rows),
+        parts=parts_section(rows) or missing,
+        deployed=deployed_section(rows) or missing,
+        finetune=finetune_section(rows) or missing,
+    )
+
+
+def encodings_report() -> str:
+    """The text of results/encodings.md."""
+    rows = read_rows(RESULTS / "encodings.jsonl")
+    about = {"L": rows.trained_ctx, "targets": targets_text(rows), "fewest": FEWEST, "wide": WIDE}
+    return fill(
+        "encodings.md",
+        **about,
+        perplexities=encodings_section(rows),
+        rises=rises_section(rows),
+        bases=base_section(rows) or ["No rows yet."],
+    )
+
+
+@user_errors
+def main() -> None:
+    for report, name in ((rope_report, "matrix.md"), (encodings_report, "encodings.md")):
+        found = report()
+        write_atomically(RESULTS / name, lambda f, found=found: f.write(found.encode()))
+        print(found)
 
 
 if __name__ == "__main__":
-    user_errors(report_command)(report, "matrix.md")
+    main()

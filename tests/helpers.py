@@ -43,7 +43,7 @@ from model import attention, gpt, spectrum
 from model.pos import Encoding
 from model.scaling import ContextChange, TrainedContext
 from studies import plan
-from studies.rows import Rows, study_row
+from studies.rows import Rows, StudyRow
 
 __all__ = ["ROOT", "choices", "eval_settings", "train_settings"]
 
@@ -251,27 +251,36 @@ def curve_of(run: str, label: str, losses: dict[int, float], pos: str = "rope", 
     return Curve(rows)
 
 
-def layer_study_rows(seeds: tuple[int, ...] = (0,), loss_of: Callable[[str, str, int], float] | None = None) -> Rows:
-    """Rows of the plan `layers` of studies.matrix, without a training: of every job, method and length.
+def study_row(run: str, label: str, n: int, seed: int, nats: dict[int, list[float]] | list[float], **more) -> StudyRow:
+    """A row of windows of two tokens: window -> nats per token of each document, or these of one window. L = 256."""
+    by_window = nats if isinstance(nats, dict) else {0: nats}
+    by_document = np.array(list(by_window.values())).T  # [documents, windows]
+    values = {"run": f"{run}-s{seed}", "label": label, "n": n, "seed": seed, "train_ctx": 256, "part": "rope"}
+    values |= {"longest_trained_ctx": 256, "loss": float(by_document.mean()), "documents": len(by_document)}
+    values |= {"nll": (2 * by_document.ravel()).tolist(), "tokens": 2 * by_document.size}
+    return StudyRow(**dataclasses.asdict(A_ROW) | values | {"scored_windows": list(by_window)} | more)
+
+
+def encoding_rows(seeds: tuple[int, ...] = (0,), loss_of: Callable[[str, str, int], float] | None = None) -> Rows:
+    """Rows of the plan `encodings` of studies.matrix, without a training: of every job, method and length.
 
     loss_of: of (run, label of the method, n). Otherwise the loss rises past L with the logarithm of n by another amount
     for each run, less with a scaling method, and not at all for alibi and with the window control.
     """
-    rows, jobs = [], plan.layer_jobs(plan.load_size("default"), seeds)
+    rows, jobs = [], [job for seed in seeds for job in plan.encoding_jobs(plan.load_size("default"), seed)]
     slopes = dict(zip(dict.fromkeys(job.name[:-3] for job in jobs), itertools.count(1), strict=False))
     noise = np.random.default_rng(0)
     for job in jobs:
         run, L = job.name[:-3], 1024 if job.name.startswith("abf") else 256
-        for label, n in itertools.product(("none", "window", *(job.methods or ())), job.lengths):
+        (evaluation,) = job.evaluations
+        for label, n in itertools.product(dict.fromkeys(("none", "window", *evaluation.methods)), evaluation.lengths):
             rise = {"none": 0.03, "window": 0.0}.get(label, 0.002) * slopes[run] * (run != "alibi")
             loss = 2.5 + 0.02 * slopes[run] + rise * max(0.0, math.log2(n / L))
-            spread = noise.normal(0, 0.01, 8)  # of documents, in one window of 64 tokens each
+            spread = noise.normal(0, 0.01, 8)  # of documents
             if loss_of:
-                loss, spread = loss_of(run, label, n), np.arange(8) / 1000
-            row = {"part": job.part, "run": job.name, "label": label, "n": n, "seed": job.seed, "train_ctx": L}
-            nats = 64 * (loss + spread)
-            row |= {"nll": nats.tolist(), "tokens": 64 * len(nats), "loss": nats.mean() / 64}
-            rows.append(study_row(row))
+                loss, spread = loss_of(run, label, n), np.arange(8) / 1000 + 0.001 * job.seed
+            more = {"part": job.part, "base": 500.0, "command": " ".join(job.train)}
+            rows.append(study_row(run, label, n, job.seed, (loss + spread).tolist(), **more))
     return Rows(rows)
 
 

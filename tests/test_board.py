@@ -25,7 +25,9 @@ def rows_of(job: Job, *_: object) -> list[StudyRow]:
     about = {"seed": job.seed, "tokens_per_second": 1000 + job.seed, "in_window": 2.0, "command": f"train {job.name}"}
     rows = []
     for label in ("none", "window"):
-        losses = {n: 3 + 0.05 * job.seed + (label == "none") * rise * np.log2(n / 64) for n in job.lengths}
+        losses = {
+            n: 3 + 0.05 * job.seed + (label == "none") * rise * np.log2(n / 64) for n in job.evaluations[0].lengths
+        }
         rows += [StudyRow(**asdict(row) | about) for row in curve_of(job.name, label, losses).rows]
     return rows
 
@@ -151,14 +153,14 @@ def test_a_stopped_entry_is_not_there_until_the_same_command_has_ended_it(here, 
 @pytest.mark.process
 def test_an_entry_is_trained_and_evaluated(here, monkeypatch):
     """With two seeds, in child processes."""
-    size = Size((32, 64, 128, 256, 512), ("exp=smoke", "ctx=32", "steps=1"), documents=2, scored_tokens=16, windows=2)
+    size = Size(("exp=smoke", "ctx=32", "steps=1"), documents=2, scored_tokens=16, windows=2)
     monkeypatch.setitem(board.SIZES, "smoke", size)
     monkeypatch.setattr(board, "FEWEST", 2)
     monkeypatch.setattr(board, "run_job", run_job)
     out = enter(monkeypatch, "pos=rope", "--size", "smoke")
     rows = read_rows(here / "board/rope-smoke/rows.jsonl")
     assert {(row.run, row.label, row.n) for row in rows.rows} == {
-        (f"rope-s{seed}", label, n) for seed in (0, 1) for label in ("none", "window") for n in size.lengths
+        (f"rope-s{seed}", label, n) for seed in (0, 1) for label in ("none", "window") for n in (32, 64, 128, 256, 512)
     }
     assert "### Size smoke: L = 32" in Path("board.md").read_text() and f"entry: {here}/board/rope-smoke" in out
     assert not [*Path("board").rglob("*.pt")]

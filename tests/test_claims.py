@@ -1,39 +1,20 @@
 """The verdicts on published claims, and the tables: recomputed from the committed rows, and on rows made by hand."""
 
-import functools
 import json
 import math
 import re
-import sys
-from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from conf.errors import UserError
 from measure.intervals import Estimate, estimate
-from studies import claims, layers, plan, tables
-from studies.claims import HOLDS, MISSING, REFUTED, At, Check, DecayCheck, read_check, read_claims
-from studies.rows import BAR, MATRIX, OLD, Rows, StudyRow, difference, read_rows, read_sources, study_row
-from tests.helpers import ROOT, choices, layer_study_rows
+from studies import claims, plan, tables
+from studies.claims import HOLDS, MISSING, REFUTED, At, Check, Claim, DecayCheck, Result, read_check, read_claims
+from studies.rows import BAR, RESULTS, Rows, compare, difference, read_rows
+from tests.helpers import encoding_rows, study_row as row
 
 A, B = At("a", "none", 512), At("b", "none", 512)
-
-
-@functools.cache
-def committed() -> list[Rows]:
-    """The rows of the published study, read one time: not to be changed."""
-    return read_sources(MATRIX)
-
-
-def row(run: str, label: str, n: int, seed: int, nats: dict[int, list[float]] | list[float], L: int = 256) -> StudyRow:
-    """A row of windows of two tokens: window -> nats per token of each document, or these of one window."""
-    by_window = nats if isinstance(nats, dict) else {0: nats}
-    by_document = np.array(list(by_window.values())).T  # [documents, windows]
-    values = {"name": f"{run}-s{seed}", "label": label, "n": n, "seed": seed, "train_ctx": L, "part": "encodings"}
-    values |= {"nll": (2 * by_document.ravel()).tolist(), "tokens": 2 * by_document.size, "windows": list(by_window)}
-    return study_row(values | {"loss": by_document.mean()})
 
 
 # ---- rows ----
@@ -45,19 +26,39 @@ def test_differences_are_of_the_seeds_and_windows_that_both_rows_have():
             row("rope", "none", 256, 0, {0: [1.0, 1.0], 5: [2.0, 3.0]}),
             row("rope", "none", 256, 1, {0: [1.0, 1.0], 5: [4.0, 4.0]}),
             row("rope", "none", 8192, 0, {5: [7.0, 9.0]}),
-            row("rope", "none", 8192, 1, {6: [7.0, 7.0]}),  # no window in common
+            row("rope", "none", 8192, 1, {5: [9.0, 9.0]}),
             row("rope", "none", 8192, 2, {5: [7.0, 7.0]}),  # no such seed at 256
         ]
     )
-    assert difference(rows.find("rope", "none", 8192), rows.find("rope", "none", 256)).tolist() == [[5, 6]]
+    assert difference(rows.find("rope", "none", 8192), rows.find("rope", "none", 256)).tolist() == [[5, 6], [5, 5]]
     assert len(difference(rows.find("rope", "none", 8192), rows.find("xpos", "none", 256))) == 0
 
 
-def test_either_file_of_rows_may_be_missing(tmp_path):
-    missing = tmp_path / "missing.jsonl"
-    assert len(read_sources([missing, MATRIX[1]])) == 1
-    with pytest.raises(UserError, match=r"first python -m studies\.matrix"):
-        read_sources([missing, missing])
+def test_seeds_of_one_lineage_are_paired_and_those_of_others_are_independent():
+    rng = np.random.default_rng(0)
+    nats = {run: rng.normal(3, 0.3, (5, 6)) for run in ("rope", "yarn-4L", "alibi")}
+    rows = Rows(
+        [
+            row(run, "none", 512, s, nats[run][s].tolist(), command=f"init=rope-s{s}" if run == "yarn-4L" else "")
+            for run in nats
+            for s in range(5)
+        ]
+    )
+    rope, tuned, alibi = (rows.find(run, "none", 512) for run in nats)
+    assert compare(rope, tuned) == estimate(nats["rope"] - nats["yarn-4L"])
+    assert compare(rope, alibi) == estimate(nats["rope"], nats["alibi"])
+    assert compare(rope, {s: alibi[s] for s in range(3)}) is None  # too few seeds for independent trainings
+    assert compare(rope, {s: tuned[s] for s in range(3)}) is not None
+
+
+def test_rope_interleaved_counts_as_further_trainings_of_rope():
+    rows = Rows([row(run, "none", 512, 0, [x, x]) for run, x in (("rope", 3.0), ("rope_interleaved", 4.0))])
+    assert rows.losses("rope", "none", 512).tolist() == [3.0, 4.0]
+
+
+def test_a_missing_file_of_rows_is_a_user_error(tmp_path):
+    with pytest.raises(UserError, match=r"first python -m studies\.matrix --plan books"):
+        read_rows(tmp_path / "books.jsonl")
 
 
 # ---- verdicts ----
@@ -69,6 +70,13 @@ def result(mean: float, half: float) -> Estimate:
     return Estimate(mean, variance, 2.0, 3, 32, (3 * variance, 0.0, 0.0))
 
 
+def verdict(*measured: tuple[Check, Estimate | None], **about) -> str:
+    """Of one claim alone, whose q is its p."""
+    checks, found = zip(*measured, strict=True)
+    result = Result(Claim(1, "claim", "source", "reported", list(checks), **about), list(found), 3)
+    return result.verdict(min(result.p) if result.p else None)
+
+
 @pytest.mark.parametrize(
     "check, measured, want",
     [
@@ -78,26 +86,29 @@ def result(mean: float, half: float) -> Estimate:
         (Check(A, B, 0.1), result(0.10, 0.05), "undecided (no number of seeds would decide: more documents needed)"),
         (Check(A, B, 0.02, less=True), result(0.0, 0.01), HOLDS),
         (Check(A, B, 0.02, less=True), result(0.1, 0.05), REFUTED),
-        (Check(A, B), Estimate(0.1, 0.01, 31.0, 1, 32), "undecided (one seed)"),
-        (Check(A, B), None, MISSING),
     ],
 )
 def test_verdict_follows_the_interval(check, measured, want):
-    assert claims.decide([(check, measured)])[0] == want
+    assert verdict((check, measured)) == want
     # a second check that is met changes nothing but the level at which one is not met
-    assert claims.decide([(check, measured), (Check(A, B), result(1, 0.01))])[0] == want
-    if want != MISSING:
-        assert claims.decide([(check, measured), (Check(A, B), result(-1, 0.01))])[0] == REFUTED
+    assert verdict((check, measured), (Check(A, B), result(1, 0.01))) == want
+    assert verdict((check, measured), (Check(A, B), result(-1, 0.01))) == REFUTED
+
+
+def test_without_enough_seeds_or_budget_there_is_no_verdict():
+    assert verdict((Check(A, B), None)).startswith("undecided (fewer than 4 seeds")
+    assert verdict((Check(A, B), result(1, 0.01)), budget="0.1 tokens") == f"{claims.TOO_SMALL}: 0.1 tokens"
+    barely = Result(Claim(1, "", "", "", [Check(A, B)]), [result(0.1, 0.095)], 3)  # p is a little below 0.05
+    assert barely.verdict(min(barely.p)) == HOLDS and barely.verdict(0.06).startswith("undecided")
 
 
 def test_p_of_a_claim_is_that_of_its_worst_check_and_refuting_one_of_several_needs_more():
-    one, other = (Check(A, B), result(0.10, 0.05)), (Check(A, B), result(0.10, 0.09))
-    p = [claims.decide([x])[1] for x in (one, other)]
-    assert claims.decide([one, other])[1] == max(p) < 0.05
-    assert p[0] == pytest.approx(2 * one[1].p_above(0))
-    barely = (Check(A, B), result(-0.10, 0.095))  # p is a little below 0.05
-    assert claims.decide([barely])[0] == REFUTED
-    assert claims.decide([barely, (Check(A, B), result(1, 0.01))])[0].startswith("undecided")
+    one, other = result(0.10, 0.05), result(0.10, 0.09)
+    both = Result(Claim(1, "", "", "", [Check(A, B)] * 2), [one, other], 3)
+    assert both.p[0] == pytest.approx(2 * other.p_above(0)) and both.p[0] < 0.05
+    barely = (Check(A, B), result(-0.10, 0.095))
+    assert verdict(barely) == REFUTED
+    assert verdict(barely, (Check(A, B), result(1, 0.01))).startswith("undecided")
 
 
 # ---- the claims ----
@@ -105,8 +116,9 @@ def test_p_of_a_claim_is_that_of_its_worst_check_and_refuting_one_of_several_nee
 
 def test_a_check_is_measured_as_it_is_written():
     rows = [row("rope", "none", 512, s, [2.0, 4.0, 6.0]) for s in (0, 1)]
-    rows += [row("rope", "yarn", 512, 1, [1.0, 2.0, 6.0]), row("rope", "none", 256, 1, [1.0, 1.0, 1.0])]
-    rows += [row("t5_bias", "none", n, 1, [x] * 3) for n, x in ((256, 4.0), (512, 6.0))]
+    rows += [row("rope", "yarn", 512, 1, [1.0, 2.0, 6.0]), *(row("rope", "none", 256, s, [1.0] * 3) for s in range(4))]
+    rows += [row("t5_bias", "none", n, s, [x] * 3) for n, x in ((256, 4.0), (512, 6.0)) for s in range(4)]
+    rows += [row("rope", "none", 512, s, [4.0] * 3) for s in (2, 3)]
 
     def measure(text: str) -> Estimate | None:
         return read_check(text, 256).measure(Rows(rows))
@@ -121,13 +133,12 @@ def test_a_check_is_measured_as_it_is_written():
 @pytest.mark.parametrize(
     "text, want",
     [
-        ("a pi factor=fixed @1 > a @1 by 0.5", Check(At("a", "pi factor=fixed", 4), At("a", "none", 4), 0.5)),
+        ("a pi factor=8.0 @1 > a @1 by 0.5", Check(At("a", "pi factor=8.0", 4), At("a", "none", 4), 0.5)),
         ("a @0.5 is no worse than a @1", Check(At("a", "none", 2), At("a", "none", 4), 0.02, less=True)),
         ("a @16 is no worse than a @1", Check(At("a", "none", 64), At("a", "none", 4), 0.04, less=True)),
         ("a @1 is no worse than b @1", Check(At("a", "none", 4), At("b", "none", 4), 0.04, less=True)),
-        ("a @1.25 is no worse than b @1", Check(At("a", "none", 5), At("b", "none", 4), 0.24, less=True)),
+        ("a @1.25 is no worse than b @1", Check(At("a", "none", 5), At("b", "none", 4), 0.25, less=True)),
         ("a x @1 differs from a y @1", Check(At("a", "x", 4), At("a", "y", 4), 0.02, absolute=True)),
-        ("a x @1 equals a y @1", Check(At("a", "x", 4), At("a", "y", 4), 0.02, less=True, absolute=True)),
     ],
 )
 def test_checks_and_their_margins(text, want):
@@ -137,57 +148,56 @@ def test_checks_and_their_margins(text, want):
 @pytest.mark.process
 def test_every_claim_names_rows_that_the_plan_makes():
     size = plan.load_size("default")
-    jobs = {job.name.rpartition("-s")[0]: job for job in plan.planned_jobs(size, size.seeds)}
-    for claim in read_claims("matrix", size.L):
-        assert claim.source and claim.reported and claim.checks
-        for check, at in ((c, at) for c in claim.checks for at in (c.a, c.b)):
-            if isinstance(check, DecayCheck):  # not from rows
-                assert math.isfinite(check.score(at))
-                continue
-            assert at.run in jobs, at
-            assert at.label.split()[0] in (*choices("scaling"), "shifted", "unshifted", BAR)
-            # Lengths that no row has yet are reported as not run
-            assert at.n in jobs[at.run].lengths or at.n / size.L in (1.125, 1.25, 5), at
-    for claim in read_claims("layers", 256):
-        assert all(check.measure(layer_study_rows()) is not None for check in claim.checks), claim.claim
+    for name in ("rope", "encodings"):
+        jobs = {job.name.rpartition("-s")[0]: job for job in plan.planned_jobs(name, size, (0,))}
+        for claim in read_claims(name, size.L):
+            assert claim.source and claim.reported and (claim.checks or claim.by_construction)
+            for check, at in ((c, at) for c in claim.checks for at in (c.a, c.b)):
+                if isinstance(check, DecayCheck):  # not from rows
+                    assert math.isfinite(check.score(at))
+                    continue
+                methods = {m for x in jobs[at.run].evaluations for m in x.methods if at.n in x.lengths}
+                assert methods and {*at.label.split(" + ")[0].split()[:1]} <= methods | {"none", "window", BAR}, at
+    assert len({claim.number for name in ("rope", "encodings") for claim in read_claims(name, 256)}) == 54
 
 
-def verdicts(text: str) -> list[str]:
-    return [line.rsplit("|", 2)[1].strip() for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
+def verdicts(rows: Rows) -> list[str]:
+    """Of the claims about encodings that name runs of this study alone."""
+    lines = claims.claims_section(rows, read_claims("encodings", 256))
+    return [text.rsplit("|", 2)[1].strip() for text in lines]
 
 
 def test_a_claim_without_rows_is_not_run():
-    rows = [row for row in layer_study_rows().rows if row.name != "swan"]
-    found = verdicts(layers.report([Rows(rows)]))
-    assert [f"**{MISSING}**" == verdict for verdict in found] == [n in (0, 1, 2) for n in range(len(found))]
+    rows = [x for x in encoding_rows().rows if x.name != "swan"]
+    found = dict(zip((c.number for c in read_claims("encodings", 256)), verdicts(Rows(rows)), strict=True))
+    assert [number for number, text in found.items() if text == f"**{MISSING}**"] == ["L1", "L2", "L3"]
 
 
 @pytest.mark.parametrize("better", [True, False])
-def test_claims_about_layers_have_the_sign_of_their_text(better):
+def test_claims_about_encodings_have_the_sign_of_their_text(better):
     """All hold where the losses of the runs that they favour rise less past L, and none in the opposite case."""
-    rises = {"rope": 4, "none": 3, "window_only": 4, "gemma3_all_scaled": 4, "drope": -1, "abf": -1}
-    rises |= {"fox": 0, "kerple": -0.1, "fire": -0.3}  # of the others: 2
+    rises = {
+        "rope": 4,
+        "rope_interleaved": 4,
+        "none": 3,
+        "window_only": 4,
+        "gemma3_all_scaled": 4,
+        "abf": -1,
+        "alibi": 0.1,
+    }
+    rises |= {"fox": 0, "kerple": -0.1, "fire": -0.3, "base500": 3, "base1000000": 5}  # of the others: 2
 
     def loss(run: str, label: str, n: int) -> float:
         rise = 0 if label == "logn" else rises.get(run, 2)
         if not better:
             rise = 2 if label == "logn" else 5 - rise
-        return 3 + 0.1 * rise * max(0, math.log2(n / 256)) + 0.5 * (run == "drope" and not better)
+        return 3 + 0.1 * rise * max(0, math.log2(n / 256))
 
-    found = verdicts(layers.report([layer_study_rows((0, 1, 2), loss)]))
-    assert found == [f"**{HOLDS if better else REFUTED}**"] * len(read_claims("layers", 256))
-
-
-def test_old_rows_are_used_where_a_claim_has_no_new_ones_and_marked():
-    old = [row("learned", "none", n, s, [x, x + s, x]) for n, x in ((256, 1.0), (512, 5.0)) for s in (0, 1)]
-    new = [row("sinusoidal", "none", n, s, [x, x + s]) for n, x in ((256, 1.0), (512, 9.0)) for s in (0, 1)]
-    lines = claims.report([Rows(new), Rows(old, OLD)]).splitlines()
-    line_of = {number: line for number in (1, 2, 3) for line in lines if line.startswith(f"| {number} |")}
-    assert "learned @512 - learned @256 > 0: +4.000" in line_of[1] and line_of[1].endswith(f"**holds**, {OLD} |")
-    assert "sinusoidal @512 - sinusoidal @256 > 0: +8.000" in line_of[2] and line_of[2].endswith("**holds** |")
-    assert line_of[3].endswith(f"| 0 |  | **{MISSING}** |")
-    headings = [x for x in tables.report(committed()[1:]).splitlines() if x.startswith("## ")]
-    assert len(headings) == 8 and all(x.endswith(f"({OLD})") for x in headings)
+    lines = claims.claims_section(encoding_rows((0, 1, 2, 3), loss), read_claims("encodings", 256))
+    found = {text.split("|")[1].strip(): text.rsplit("|", 2)[1].strip("* ") for text in lines}
+    numbers = ("7", "8", "33", "L1", "L3", "L7", "L8", "L9", "L10", "L11", "L12", "L13")
+    assert {number: found[number] for number in numbers} == dict.fromkeys(numbers, HOLDS if better else REFUTED)
+    assert all(found[number].startswith(claims.TOO_SMALL) for number in ("L4", "L5", "L6"))
 
 
 # ---- the tables ----
@@ -199,54 +209,60 @@ def test_gains_are_over_the_bar_with_q_over_all_cells():
     assert tables.gain(rows, "rope", "yarn", 512).mean == pytest.approx(0.5)  # over truncation, which is better
     assert tables.gain(rows, "rope", "window", 512).mean == pytest.approx(-1)
     assert tables.gain(rows, "rope", "pi", 512) == "" and tables.gain(rows, "rope", "window", 1024) == "the bar"
+    wide = Rows([*rows.rows, row("rope", "ntk", 512, 0, [1.0, 1.2]), row("rope", "ntk", 512, 1, [2.1, 2.2])])
+    assert tables.gain(wide, "rope", "ntk", 512) == "seeds +1.00 +0.00"
 
     first, second = Estimate(0.1, 0.0004, 10.0), Estimate(-0.2, 0.04, 10.0)
     p = [2 * first.p_above(0), 2 * second.p_below(0)]
-    cells = tables.gain_cells([["the bar", first], [second, ""]])
-    assert cells[0][0] == "the bar" and cells[1][1] == ""
-    assert cells[0][1].endswith(f" q={2 * p[0]:.3f}") and cells[0][1].startswith("+0.100 [+0.055, +0.145]")
-    assert cells[1][0].endswith(f" q={p[1]:.2f}")
+    cells = [
+        x.split("|")[2:-1] for x in tables.gain_table(["a", "b"], {"1": ["the bar", first], "2": [second, ""]})[2:]
+    ]
+    assert cells[0][0] == " the bar " and cells[1][1] == "  "
+    assert cells[0][1].endswith(f" q={2 * p[0]:.3f} ") and cells[0][1].startswith(" +0.100 [+0.055, +0.145]")
+    assert cells[1][0].endswith(f" q={p[1]:.2f} ")
 
 
-def test_the_report_of_layers_is_written_by_its_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    made = layer_study_rows()
-    Path("rows.jsonl").write_text("".join(json.dumps(asdict(row)) + "\n" for row in made.rows))
-    monkeypatch.setattr(sys, "argv", ["layers", "--rows", "rows.jsonl", "--out", "layers.md"])
-    layers.report_command(layers.report, "layers.md")
-    text = Path("layers.md").read_text()
-    assert text == capsys.readouterr().out[:-1]
-    perplexities, _ = [line for line in text.splitlines() if line.startswith("| `swan`, logn |")]
-    losses = [np.mean(row.nll) / 64 for row in made.rows if (row.run, row.label) == ("swan-s0", "logn")]
-    assert perplexities.split("|")[2:-1] == [f" {np.exp(loss):.1f} " for loss in losses]
+def test_tax_and_reward_add_up_to_the_gain_which_is_a_share_of_the_headroom():
+    rng, rows = np.random.default_rng(0), []
+    names = ("none", "< 64", "< 256", ">= 512")
+    counts = rng.integers(1, 9, (4, 6)).astype(float)
+    for seed in range(4):
+        for run, label, n in (("rope", "window", 512), ("rope", "yarn", 512), ("yarn-2L", "none", 512)):
+            sums = rng.uniform(1, 2, (4, 6)) * counts - 0.3 * (run == "yarn-2L") * counts
+            nats = (sums.sum(axis=0) / counts.sum(axis=0)).tolist()
+            groups = {name: [sums[i].tolist(), counts[i].tolist()] for i, name in enumerate(names)}
+            rows.append(row(run, label, n, seed, nats, groups=groups, command=f"init=rope-s{seed}"))
+    rows = Rows(rows)
+    tax, reward = (tables.part_of_gain(rows, "rope", "yarn", 512, near) for near in (True, False))
+    gains, most = rows.gain("rope", "yarn", 512), tables.headroom(rows, 512)
+    assert tax + reward == pytest.approx(gains) and tax.shape == (4, 6)
+    near = sum(np.array(rows.find("rope", "window", 512)[0].groups[g][0]) for g in ("none", "< 64"))
+    near -= sum(np.array(rows.find("rope", "yarn", 512)[0].groups[g][0]) for g in ("none", "< 64"))
+    assert tax[0] == pytest.approx(near / counts.sum(axis=0))
+    assert most == pytest.approx(difference(rows.find("rope", "window", 512), rows.find("yarn-2L", "none", 512)))
+    share = 100 * gains.mean() / most.mean()
+    assert tables.share_of(gains, most).startswith(f"{share:.0f} [") and tables.share_of(most, most) == "100 [100, 100]"
 
 
 def test_a_number_of_claims_md_by_hand():
     """Claim 3, from the JSON of the committed rows alone."""
-    nats: dict[int, dict[int, np.ndarray]] = {256: {}, 512: {}}
-    for text in MATRIX[0].read_text().splitlines():
-        row = json.loads(text)
-        if row["name"].startswith("rope-s") and row["label"] == "none" and row["n"] in nats:
-            per_window = len(row["nll"]) * np.array(row["nll"]).reshape(32, -1) / row["tokens"]
-            nats[row["n"]][row["seed"]] = per_window.mean(axis=1)
-    delta = np.stack([nats[512][seed] - nats[256][seed] for seed in (0, 1, 2)])
+    nats: dict[int, dict[str, np.ndarray]] = {256: {}, 512: {}}
+    for text in (RESULTS / "rope.jsonl").read_text().splitlines():
+        x = json.loads(text)
+        if re.match(r"rope(_interleaved)?-s", x["run"]) and x["label"] == "none" and x["n"] in nats:
+            per_window = len(x["nll"]) * np.array(x["nll"]).reshape(32, -1) / x["tokens"]
+            nats[x["n"]][x["run"]] = per_window.mean(axis=1)
+    delta = np.stack([nats[512][run] - nats[256][run] for run in nats[256]])
     low, high = estimate(delta).interval
     text = f"rope @512 - rope @256 > 0.69: {delta.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
-    assert text in (ROOT / "results/claims.md").read_text()
+    assert text in (RESULTS / "claims.md").read_text()
 
 
 # ---- the committed texts ----
 
 
-def test_claims_by_construction_hold_in_the_rows():
-    """All but 9, which compares two trainings: it must not be refuted."""
-    for claim in read_claims("matrix", 256):
-        if claim.by_construction:
-            verdict, _ = claims.decide(claims.measure(claim, committed())[0])
-            assert verdict == HOLDS or ("Interleaved" in claim.claim and verdict != REFUTED)
-
-
-@pytest.mark.parametrize("study, name", [(claims, "claims"), (tables, "matrix"), (layers, "layers")])
-def test_the_texts_are_what_the_rows_give(study, name):
-    sources = [read_rows(ROOT / "results/layers.jsonl")] if study is layers else committed()
-    assert (ROOT / f"results/{name}.md").read_text() == study.report(sources)
+@pytest.mark.parametrize(
+    "report, name", [(claims.report, "claims"), (tables.rope_report, "matrix"), (tables.encodings_report, "encodings")]
+)
+def test_the_texts_are_what_the_rows_give(report, name):
+    assert (RESULTS / f"{name}.md").read_text() == report()

@@ -7,7 +7,7 @@ import compare
 from conf.schema import TrainConfig
 from measure.groups import group_names, missing_seeds, print_verdicts, verdict
 from studies.figures import curves_of
-from studies.rows import MATRIX, read_rows
+from studies.rows import RESULTS, read_rows
 from tests.helpers import curve_of, run_command, run_eval, run_train, train_settings
 
 LENGTHS = (256, 512, 1024, 2048)
@@ -52,14 +52,15 @@ def test_the_missing_seeds_are_named_with_the_command_that_trains_them():
 
 # ---- verdicts on rows of the study; the numbers were computed with numpy and scipy.stats alone ----
 
-ROWS = read_rows(MATRIX[0]).rows
+ROWS = [row for file in ("rope", "encodings") for row in read_rows(RESULTS / f"{file}.jsonl").rows]
 
 
 def study(**groups: tuple[str, ...]) -> list:
     """The curves without scaling of these groups of the study's runs."""
     names = {name: group for group, of_group in groups.items() for name in of_group}
-    rows = [row for row in ROWS if row.name in names and row.label == "none" and row.n in LENGTHS]
-    return [dataclasses.replace(c, named=names[c.named]) for c in curves_of(rows)]
+    rows = {(row.run, row.n): row for row in ROWS if row.label == "none" and row.n in LENGTHS}  # rope is in both files
+    rows = [row for (run, _), row in rows.items() if run.rpartition("-s")[0] in names]
+    return [dataclasses.replace(c, named=names[c.run.rpartition("-s")[0]]) for c in curves_of(rows)]
 
 
 def test_three_seeds_decide_nothing(capsys):

@@ -19,8 +19,8 @@ from measure.report import Losses
 from model.scaling import TrainedContext
 from model.spectrum import frequencies
 from studies import choosing, decay, figures, spectrum
-from studies.rows import MATRIX, Rows, read_sources
-from tests.helpers import A_ROW, curve_of, layer_study_rows
+from studies.rows import RESULTS, Rows, read_rows
+from tests.helpers import A_ROW, curve_of, encoding_rows
 
 plt = plots.pyplot()
 METHOD_OF = {text: label for label, text in plots.NAMES.items()}  # from the name in a figure to the label
@@ -33,8 +33,8 @@ def figures_are_closed() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Rows]:
-    return read_sources(MATRIX)
+def rows() -> Rows:
+    return read_rows(RESULTS / "rope.jsonl")
 
 
 def drawn(function: Callable, *args: Any) -> Any:
@@ -49,7 +49,6 @@ def drawn(function: Callable, *args: Any) -> Any:
 @pytest.fixture(scope="module")
 def all_figures(rows) -> dict[str, Any]:
     """Every figure with methods or encodings in it, by name."""
-    new, old = rows
     trained = TrainedContext("rope", 256, frequencies(64, 10000.0))
     by_method = spectrum.rotations_by_method(trained, 8.0)
     by_base = {f"base {base}": decay.decay(frequencies(64, base), 512) for base in decay.BASES}
@@ -57,12 +56,10 @@ def all_figures(rows) -> dict[str, Any]:
     scaled = {name: spectrum.scaled(short, yaml_values("scaling", name), 512) for name in decay.SCALINGS}
     by_scaling = {name: decay.decay(inv_freq, 512) for name, inv_freq in scaled.items()}
     return {
-        "encodings": figures.encodings(new),
-        "encodings of the old rows": figures.encodings(old),
-        "scaling": figures.scaling(new),
-        "finetune": figures.finetune(old),
-        "base": figures.base(old),
-        "layers and encodings": figures.layers(layer_study_rows()),
+        "encodings": figures.encodings(read_rows(RESULTS / "encodings.jsonl")),
+        "scaling": figures.scaling(rows),
+        "base": figures.base(encoding_rows((0, 1, 2))),
+        "layers and encodings": figures.layers(encoding_rows()),
         "spectrum": drawn(spectrum.draw, by_method, 256, "title", Path("x.png")),
         "decay": drawn(decay.draw, by_base, by_scaling, Path("x.png")),
         "choosing": choosing.draw(),
@@ -107,8 +104,8 @@ def test_a_method_and_an_encoding_have_one_colour_in_all_figures(all_figures):
                 colors = {to_hex(line.get_color()).upper() for line in name.axes.lines}
                 assert name.get_color() in colors, (figure, label)  # of the line, too
                 seen.setdefault(f"{kind_of_name} {label}", set()).add(figure)
-    assert {"spectrum", "scaling", "finetune", "decay", "compare", "one evaluation"} <= seen["methods none"]
-    assert len(seen["methods pi"]) >= 4 and len(seen["methods window"]) >= 5 and len(seen["encodings rope"]) == 3
+    assert {"spectrum", "scaling", "decay", "compare", "one evaluation"} <= seen["methods none"]
+    assert len(seen["methods pi"]) >= 3 and len(seen["methods window"]) >= 5 and len(seen["encodings rope"]) == 2
 
 
 def test_a_new_method_has_a_colour_that_does_not_depend_on_the_figure():
@@ -198,12 +195,8 @@ def test_fewer_than_three_seeds_are_points_without_a_band():
 def test_lines_are_the_mean_losses_of_the_rows(all_figures, rows):
     panel, colors = all_figures["scaling"].axes[0], plots.COLORS["methods"]
     [yarn] = [line for line in panel.lines if line.get_color() == colors["yarn"]]
-    want = [np.exp(rows[0].losses("rope", "yarn", int(n)).mean()) for n in yarn.get_xdata()]
-    assert yarn.get_ydata().tolist() == want and max(yarn.get_xdata()) == 8192
-    panel = all_figures["finetune"].axes[1]  # at 4 L
-    [pi] = [line for line in panel.lines if line.get_color() == colors["pi"]]
-    runs = [("rope", "pi"), *((f"pi-{steps}", "none") for steps in (20, 50, 100, 200))]
-    assert pi.get_ydata().tolist() == [np.exp(rows[1].losses(*run, 1024).mean()) for run in runs]
+    want = [np.exp(rows.losses("rope", "yarn", int(n)).mean()) for n in yarn.get_xdata()]
+    assert yarn.get_ydata().tolist() == want and max(yarn.get_xdata()) == 2048
 
 
 @pytest.mark.parametrize("loss", [2.882, 3.5, 7.0])
@@ -219,13 +212,13 @@ def test_the_perplexity_axis_has_round_perplexities_where_they_belong(loss):
 
 
 def test_the_command_writes_the_same_files_in_three_formats_again(tmp_path, monkeypatch):
-    chosen = {draw: part for draw, part in figures.FIGURES.items() if part == "base"}
+    chosen = {draw: source for draw, source in figures.FIGURES.items() if draw is figures.scaling}
     monkeypatch.setattr(figures, "FIGURES", chosen)
     for folder in ("a", "b"):
-        argv = ["figures", "--rows", str(MATRIX[1]), "--out", str(tmp_path / folder)]
+        argv = ["figures", "--out", str(tmp_path / folder)]
         (tmp_path / folder).mkdir()
         monkeypatch.setattr(sys, "argv", argv)
         figures.main()
     for suffix, start in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
-        first, second = ((tmp_path / folder / f"base{suffix}").read_bytes() for folder in ("a", "b"))
+        first, second = ((tmp_path / folder / f"scaling{suffix}").read_bytes() for folder in ("a", "b"))
         assert first.startswith(start) and first == second

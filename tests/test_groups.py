@@ -83,7 +83,7 @@ TEXTS = [random_text(seed, 900, kinds=6) for seed in (1, 2, 3)]  # five tokens o
 
 def test_groups_by_antecedent_partition_the_targets(tmp_path):
     found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *SETTINGS)
-    groups = antecedent_groups(found)
+    groups = antecedent_groups(found.task, found.ctx)
     assert groups.names == ["none", "< 64", "< 256", ">= 256"] and groups.group.shape == (3, 2, 64)
     for document, ends in enumerate(found.task.ends):
         distances = antecedents(TEXTS[document])
@@ -97,7 +97,7 @@ def test_groups_by_antecedent_partition_the_targets(tmp_path):
 @pytest.mark.parametrize("period, name", [(63, "< 64"), (64, "< 256"), (255, "< 256"), (256, ">= 256")])
 def test_a_group_begins_with_its_lower_edge(period, name, tmp_path):
     found = stub_evaluation(Uneven(), held_out([np.arange(900) % period] * 2), tmp_path, *SETTINGS)
-    groups = antecedent_groups(found)
+    groups = antecedent_groups(found.task, found.ctx)
     assert {groups.names[i] for i in groups.group.ravel()} == {name}
 
 
@@ -111,7 +111,7 @@ def curves_of(found: Evaluation, *methods: Method) -> dict[str, Curve]:
 def test_gains_of_groups_add_up_to_the_gain_over_all_targets(slope, tmp_path):
     """With either control as the better one: more context helps the model, or harms it."""
     found = stub_evaluation(Uneven(slope), held_out(TEXTS), tmp_path, *SETTINGS)
-    curves, groups = curves_of(found), antecedent_groups(found)
+    curves, groups = curves_of(found), antecedent_groups(found.task, found.ctx)
     rows, bars = group_rows(found, curves, NONE, groups), controls(curves.values())["stub"]
     assert {row["n"] for row in rows} == {128, 256}  # not within the trained context
     for n in (128, 256):
@@ -134,7 +134,7 @@ def test_far_lengths_use_the_groups_of_their_windows(tmp_path):
     texts = [random_text(seed, 6000, kinds=6) for seed in (1, 2)]
     settings = ("ctx=[64,2304]", "documents=2", "task.windows=3", "task.far_windows=1")
     found = stub_evaluation(Harmed(), held_out(texts), tmp_path, *settings)
-    groups, curves = antecedent_groups(found), curves_of(found)
+    groups, curves = antecedent_groups(found.task, found.ctx), curves_of(found)
     (far,) = found.task.windows(2304)
     rows = group_rows(found, curves, NONE, groups)
     place = found.task.near.index(far)

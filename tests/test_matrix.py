@@ -1,9 +1,11 @@
 """The study: its plan, its rows and its resuming. Claims and tables are in test_claims.py."""
 
+import json
 import re
 import sys
 import threading
-from dataclasses import asdict, replace
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,52 +15,44 @@ from conf.errors import UserError
 from conf.registry import yaml_values
 from engine import checkpoint
 from engine.run import Run
-from measure.evaluation import NONE, WINDOW, Evaluation
 from model import gpt
 from model.scaling import NO_CHANGE, resolve
 from studies import matrix, plan
-from studies.jobs import applicable_scalings, gather
+from studies.jobs import gather
 from studies.plan import Job
-from studies.rows import MATRIX, read_rows
-from tests.helpers import ROOT, choices, command, eval_settings, run_train, train_settings
+from studies.rows import RESULTS, read_rows
+from tests.helpers import ROOT, choices, command, run_eval, run_train, train_settings
 
 pytestmark = pytest.mark.process
 
 
 @pytest.mark.parametrize("size", choices("study"))
-def test_plan_trains_every_encoding_base_and_extension_with_every_seed(size):
+def test_plans_train_every_encoding_schedule_and_extension_with_every_seed(size):
     size = plan.load_size(size)
-    jobs = plan.planned_jobs(size, size.seeds)
-    assert len({job.name for job in jobs}) == len(jobs)
-    for seed in size.seeds:
-        names = {job.name for job in jobs if job.seed == seed}
-        newer = {job.name for job in plan.layer_jobs(size, (seed,))}
-        assert {f"{pos}-s{seed}" for pos in choices("pos")} <= names | newer
-        assert names & newer == {f"{pos}-s{seed}" for pos in ("rope", "alibi", "none")}
-        assert {f"base{base}-s{seed}" for base in plan.BASES} <= names
-        assert {f"{m}-{n}-s{seed}" for m in plan.EXTENSIONS for n in size.finetune} <= names
-    for job in {job.part: job for job in jobs if "init=" not in " ".join(job.train)}.values():  # one of each part
-        cfg = train_settings(*job.train)
-        assert (cfg.steps, cfg.seed, cfg.batch_tokens) == (job.steps, job.seed, size.training.batch_tokens)
-        assert cfg.ctx == (4 * size.L if job.part == "finetune" else size.L)
-    for job in plan.encoding_jobs(size, 0, first=True):  # a table of positions is found by its knob
-        has_table = "max_positions" in yaml_values("pos", job.name.removesuffix("-s0"))
-        assert (f"pos.max_positions={max(size.lengths)}" in job.train) == has_table
+    jobs = [job for name in ("rope", "encodings") for job in plan.planned_jobs(name, size, (0, 1))]
+    names = {(job.part, job.name) for job in jobs}
+    assert len(names) == len(jobs)
+    for seed in (0, 1):
+        everything = {*choices("pos"), *choices("layers"), *plan.GATES} - {"uniform"}
+        assert {("encodings", f"{name}-s{seed}") for name in everything} <= names
+        assert {("base", f"base{base}-s{seed}") for base in plan.BASES} <= names
+        extensions = [(k, m) for k, methods in plan.EXTENSIONS.items() for m in methods]
+        assert {("finetune", f"{m}-{k}L-s{seed}") for k, m in extensions} <= names
+    for job in jobs:  # a table of positions is found by its knob
+        name = job.name.removesuffix("-s0")
+        has_table = name in choices("pos") and "max_positions" in yaml_values("pos", name)
+        assert (f"pos.max_positions={job.longest}" in job.train) == has_table or job.seed == 1
 
 
-@pytest.mark.parametrize("size", ["default", "quick"])
-def test_the_plan_of_layers_can_be_trained_and_evaluated_as_it_says(size):
+@pytest.mark.parametrize("name", plan.PLANS)
+def test_a_plan_can_be_trained_and_evaluated_as_it_says(name):
     """Settings that train.py takes, parents that come first, and methods that apply to the run."""
-    size = plan.load_size(size)
-    jobs = plan.layer_jobs(size, (0, 1))
+    size = plan.load_size("default")
+    jobs = plan.planned_jobs(name, size, (0,))
     names = [job.name for job in jobs]
-    assert len({*names}) == len(names) and names.index("rope-s1") == len(names) // 2
-    ten = ["gemma3", "swan", "sssl", "smollm3", "fox", "ssmax", "kerple", "fire", "drope", "abf"]
-    assert {job.name for job in jobs if job.part == "layers"} == {f"{name}-s{s}" for name in ten for s in (0, 1)}
-    for job in jobs[: len(jobs) // 2]:
+    for job in jobs:
         cfg = train_settings(*job.train)
-        assert (cfg.steps, cfg.seed) == (job.steps, 0)
-        assert cfg.ctx == (4 * size.L if job.name == "abf-s0" else size.L) and max(job.lengths) == max(size.lengths)
+        assert (cfg.steps, cfg.seed, cfg.batch_tokens) == (job.steps, 0, size.training.batch_tokens)
         if cfg.init:
             assert names.index(cfg.init) < names.index(job.name)
             parent = train_settings(*next(x.train for x in jobs if x.name == cfg.init))
@@ -66,10 +60,9 @@ def test_the_plan_of_layers_can_be_trained_and_evaluated_as_it_says(size):
             if cfg.layers:
                 cfg.layers = layer_schedule.resolve(cfg.layers, cfg.model.n_layers, cfg.ctx, cfg.pos)
         context = gpt.trained_context(cfg, gpt.build_encoding(cfg))
-        if "gemma3" in job.name:  # scaling applies to the window layers in the control only
+        if job.name.startswith("gemma3"):  # scaling applies to the window layers in the control only
             assert cfg.layers.types["G"].scaled and cfg.layers.types["L"].scaled == ("all_scaled" in job.name)
-        assert job.methods is not None
-        for method in job.methods:
+        for method in {m for evaluation in job.evaluations for m in evaluation.methods} - {"none"}:
             change = resolve(yaml_values("scaling", method), context, 8 * size.L, 8 * size.L)
             assert change.effect(8 * size.L, context) != NO_CHANGE.effect(8 * size.L, context), (job.name, method)
 
@@ -78,49 +71,46 @@ def opened(name: str) -> Run:
     return Run.open(name, runs="runs", cache=".cache")
 
 
-def test_a_run_is_evaluated_with_the_scalings_that_apply_to_it(here):
-    run_train("steps=1", "name=a")
-    names = applicable_scalings(opened("a"), 512)
-    assert {"pi", "ntk", "yarn", "rerope", "logn", "window_sink"} <= set(names)
-    assert not {"none", "window", "longrope"} & set(names)
-    run_train("steps=1", "name=b", "pos=alibi")
-    assert "pi" not in applicable_scalings(opened("b"), 512)
-
-
 def test_rows_are_those_of_the_evaluation_with_the_columns_of_the_study(here):
     run_train("steps=1", "name=a-s0", "pos=rope_interleaved")
-    run = opened("a-s0")
-    settings = ("documents=3", "task.scored_tokens=32", "task.windows=2")
-    evaluation = Evaluation(run, eval_settings("ctx=[32,64]", *settings), torch.device("cpu"))
-    with evaluation.running([]):
-        curves = {method.label: evaluation.curve(method) for method in (NONE, WINDOW)}
     size = replace(plan.load_size("quick"), documents=3, windows=2)
-    columns = {"method": "pi", "finetune_steps": 1, "percent": 50.0}
-    rows = gather(plan.Job("finetune", "a-s0", 0, (), 1, (32, 64), columns=columns), run, size)
-    assert [(row.label, row.n) for row in rows] == [(x, n) for x in ("none", "window") for n in (32, 64)]
-    assert asdict(rows[0]).items() >= (columns | {"part": "finetune", "base": 10000.0}).items()
-    assert asdict(rows[0]).items() >= asdict(curves["none"].first).items() and rows[0].scored_windows == [0, 1]
+    evaluations = (plan.Evaluation((32, 64, 128), ("yarn",)),)
+    job = Job("rope", "a-s0", 0, (), 1, evaluations, columns={"method": "pi", "extended": 4})
+    run, lengths = opened("a-s0"), "ctx=[32,64,128]"
+    run_eval("run=a-s0", lengths, "scaling=yarn", "by_antecedent=true", *plan.targets(job, size))
+    rows = gather(job, run, size)
+    assert {(x.label, x.n) for x in rows} == {(x, n) for x in ("none", "window", "yarn") for n in (32, 64, 128)}
+    assert all((x.method, x.extended, x.part, x.base) == ("pi", 4, "rope", 10000.0) for x in rows)
     assert rows[0].in_window == run.validation["bits_per_byte"] and rows[0].commit
-
-    rows = gather(plan.Job("references", "a-s0", 0, (), 1, (64,), methods=()), run, size)
-    assert [(row.label, row.n) for row in rows] == [("none", 64), ("window", 64)]
-    rows = gather(plan.Job("encodings", "a-s0", 0, (), 1, (32, 64)), run, size)
-    unscaled, unshifted, shifted = rows[0], *rows[-2:]
-    assert [(row.label, row.n) for row in rows[-2:]] == [("unshifted", 32), ("shifted", 32)]
-    assert unshifted.loss == pytest.approx(unscaled.loss) and unshifted.nll == pytest.approx(unscaled.nll, abs=1e-3)
-    assert shifted.loss == pytest.approx(unscaled.loss, abs=1e-2) and shifted.low < shifted.loss < shifted.high
+    [file] = Path("runs/a-s0/eval/groups").glob("antecedent-yarn-*.jsonl")
+    published = {x["group"]: x for x in map(json.loads, file.read_text().splitlines()) if x["n"] == 128}
+    [row] = [x for x in rows if (x.label, x.n) == ("yarn", 128)]
+    assert {group: sum(counts) for group, (_, counts) in row.groups.items()} == {
+        group: x["targets"] for group, x in published.items() if x["targets"]
+    }
+    for group, (nats, counts) in row.groups.items():
+        assert sum(nats) / sum(counts) == pytest.approx(published[group]["loss"], abs=1e-4)
 
 
 def test_a_small_matrix_runs_and_skips_what_is_done(here, monkeypatch, capsys):
     """At a size of seconds, with another cache; the second call, in this process, does nothing."""
     (here / ".cache").rename(here / "elsewhere")
-    args = ("smoke", "--only", "alibi-s0,base100-s0", "--out", "rows.jsonl", "--cache", "elsewhere")
+    args = (
+        "smoke",
+        "--only",
+        "alibi-s0,base100-s0",
+        "--plan",
+        "encodings",
+        "--out",
+        "rows.jsonl",
+        "--cache",
+        "elsewhere",
+    )
     done = command("-m=studies.matrix", *args, cwd=here)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = read_rows(here / "rows.jsonl")
     assert {row.run for row in rows.rows} == {"alibi-s0", "base100-s0"} and not (here / ".cache").exists()
-    labels = {row.label for row in rows.rows if row.run == "alibi-s0"}
-    assert {"none", "window", "logn", "shifted", "unshifted"} <= labels
+    assert {row.label for row in rows.rows if row.run == "alibi-s0"} == {"none", "window"}
     [row] = rows.find("base100", "window", 64).values()
     assert row.base == 100 and row.command.startswith("python train.py pos=rope pos.base=100")
     before = (here / "rows.jsonl").stat().st_mtime_ns
@@ -131,17 +121,9 @@ def test_a_small_matrix_runs_and_skips_what_is_done(here, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_rope_has_all_methods(here):
-    done = command("-m=studies.matrix", "smoke", "--only", "rope-s0", "--out", "rows.jsonl", cwd=here)
-    assert done.returncode == 0, done.stderr[-2000:]
-    labels = {row.label for row in read_rows(here / "rows.jsonl").rows}
-    assert {"ntk", "rerope", "window_sink", "pi factor=fixed", "yarn + logn", "shifted"} <= labels
-
-
-@pytest.mark.slow
 def test_the_copy_for_other_scaling_has_the_same_weights(here):
     names = ("rope-s0", "drope-s0", "swan-s0", "gemma3-s0", "gemma3_all_scaled-s0")
-    args = ("--plan", "layers", "--only", ",".join(names), "--out", "rows.jsonl")
+    args = ("--plan", "encodings", "--only", ",".join(names), "--out", "rows.jsonl")
     done = command("-m=studies.matrix", "smoke", *args, cwd=here)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = read_rows(here / "rows.jsonl")
@@ -163,7 +145,7 @@ def test_several_jobs_at_a_time_wait_for_the_runs_that_they_start_from():
     order, both = [], threading.Barrier(2, timeout=20)
 
     def job(name: str, *train: str) -> Job:
-        return Job("encodings", name, 0, train, 1, (64,))
+        return Job("encodings", name, 0, train, 1, ())
 
     def run(job: Job) -> list:
         order.append(f"{job.name} begins")
@@ -193,7 +175,7 @@ def test_past_its_minutes_it_stops_and_says_so(here):
 def test_the_readme_quotes_what_the_rows_give():
     """In README.md and docs/*.md: the marked tables line by line, and every interval of three decimals."""
     readme = "".join(page.read_text() for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
-    pages = ("matrix", "claims", "quick", "antecedents", "real", "layers", "recommend")
+    pages = ("matrix", "claims", "quick", "antecedents", "real", "encodings", "recommend")
     made = "".join((ROOT / f"results/{x}.md").read_text() for x in pages) + (ROOT / "docs/board.md").read_text()
     blocks = re.findall(r"<!-- (gains|encodings) -->\n(.*?)<!-- end -->", readme, re.DOTALL)
     assert len(blocks) == 2
@@ -204,11 +186,11 @@ def test_the_readme_quotes_what_the_rows_give():
     assert intervals and [x for x in intervals if x not in made] == []
 
 
-def test_the_committed_rows_say_where_they_come_from():
-    names = {job.name for job in plan.planned_jobs(plan.load_size("default"), (0, 1, 2))}
-    for row in read_rows(MATRIX[0]).rows:
-        assert row.run in names and re.fullmatch(r"[0-9a-f]{7,}", row.commit), row.run
-        assert row.command.startswith("python train.py ") and len(row.nll) == 32 * len(row.scored_windows)
+@pytest.mark.parametrize("name", ["rope", "encodings"])
+def test_the_committed_rows_say_where_they_come_from(name):
+    for row in read_rows(RESULTS / f"{name}.jsonl").rows:
+        assert re.fullmatch(r"[0-9a-f]{7,}", row.commit) and row.command.startswith("python train.py ")
+        assert len(row.nll) == 32 * len(row.scored_windows)
 
 
 @pytest.mark.parametrize("content", ["", "[1]\n", "3\n", '{"n": 1}\n', "{", "\x00\n"])

@@ -10,7 +10,7 @@ from scipy import integrate, optimize, stats
 
 from measure import intervals as mixed_effects
 from measure.intervals import Estimate, estimate
-from studies.rows import MATRIX, difference, read_rows
+from studies.rows import RESULTS, difference, read_rows
 
 RNG = np.random.default_rng(0)
 
@@ -185,18 +185,14 @@ ROWS = {
     "rope at 2 L - at L": (("rope", "none", 512), ("rope", "none", 256)),
     "ntk - by parts at 4 L": (("rope", "ntk", 1024), ("rope", "ntk_by_parts", 1024)),
     "pi - none at 4 L": (("rope", "pi", 1024), ("rope", "none", 1024)),
-    "A/A at L": (("rope_interleaved", "none", 256), ("rope", "none", 256)),
-    "A/A at 2 L": (("rope_interleaved", "none", 512), ("rope", "none", 512)),
-    "fine-tuned, ntk - yarn at 8 L": (("ntk-200", "none", 2048), ("yarn-200", "none", 2048)),
-    "base 500 at L": (("base500", "none", 256), ("rope", "none", 256)),
-    "window_sink at 4 L": (("rope", "window", 1024), ("rope", "window_sink", 1024)),
+    "logn - none at 8 L": (("rope", "logn", 2048), ("rope", "none", 2048)),
 }
 
 
 @functools.cache
 def components_of_rows() -> dict[str, tuple[float, float, float]]:
-    """The variance components of ROWS, in the rows of the last 64 tokens."""
-    rows = read_rows(MATRIX[1])
+    """The variance components of ROWS."""
+    rows = read_rows(RESULTS / "rope.jsonl")
     deltas = {name: difference(rows.find(*a), rows.find(*b)) for name, (a, b) in ROWS.items()}
     return {name: mixed_effects.variance_components(delta) for name, delta in deltas.items()}
 

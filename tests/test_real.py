@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from studies import real
-from studies.rows import MATRIX, Rows, read_rows, study_row
+from studies.rows import RESULTS, Rows, StudyRow, read_rows
 from tests.helpers import ROOT, write_documents
 
 # The winners in the real model on code and on books, and in the small one -> what is said about them
@@ -36,10 +36,10 @@ def test_the_order_of_two_methods_is_paired_by_document():
 def test_real_md_has_the_numbers_of_its_rows():
     """Its perplexities, gains and orders; the gains by distance have no rows."""
     found = [json.loads(text) for text in (ROOT / "results/real.jsonl").read_text().splitlines()]
-    rows = {c: Rows([study_row(row) for row in found if row["corpus"] == c]) for c in real.CORPORA}
+    rows = {c: Rows([StudyRow(**row) for row in found if row["part"] == c]) for c in real.CORPORA}
     gains = {corpus: real.gains_of(of_corpus, "smollm2") for corpus, of_corpus in rows.items()}
     made = [line for of_corpus in rows.values() for line in real.gain_table(of_corpus)]
-    made += real.compare_orders(gains, real.gains_of(read_rows(MATRIX[0]), "rope"))
+    made += real.compare_orders(gains, real.gains_of(read_rows(RESULTS / "rope.jsonl"), "rope"))
     published = (ROOT / "results/real.md").read_text().splitlines()
     assert len(made) > 40 and [line for line in made if line not in published] == []
 
