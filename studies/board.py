@@ -8,6 +8,7 @@ at any time: the same command again continues. docs/board.md is made from these 
 import argparse
 import functools
 import hashlib
+import itertools
 import json
 import math
 import signal
@@ -23,6 +24,7 @@ from conf.schema import RUN_CONTROL, flatten
 from engine.files import write_atomically
 from measure.groups import FEWEST
 from measure.intervals import Estimate, estimate, interval_text
+from measure.report import print_table, print_wrapped
 from studies.claims import q_text
 from studies.jobs import Stopped, run_job
 from studies.matrix import finished_jobs, interrupt, share_cores
@@ -35,7 +37,10 @@ SIZES = {"quick": Size(train=("exp=quick",), windows=16), "default": Size(window
 LENGTHS = (1, 2, 4, 8, 16)  # in trained contexts L
 REFERENCE = "rope"
 ALPHA = 0.01  # of the two-sided test: lower than elsewhere, because many encodings are tried
-COLUMNS = ("", "gain, 4 L", "gain, 8 L", "rise, 8 L", "bits/byte, L", "tokens/s", "seeds", "loss less rope's, 8 L", "p")
+COLUMNS = (
+    *("", "gain, 4 L", "gain, 8 L", "rise, 8 L", "effective context", "bits/byte, L", "tokens/s", "seeds"),
+    *("loss less rope's, 8 L", "p"),
+)
 ENOUGH = f"at least {FEWEST}: fewer decide nothing past L"
 
 
@@ -102,7 +107,27 @@ def cells(entry: Rows, reference: Rows) -> list[str]:
     bits, speed = np.mean([(row.bits_per_byte, row.tokens_per_second) for row in seeds.values()], axis=0)
     *texts, tested = (interval_text(each.mean, *each.interval) for each in (*found, x))
     last = ("", "") if pos == REFERENCE else (tested, q_text(x.p))
-    return [f"`{pos}`", *texts, f"{bits:.3f}", f"{speed:,.0f}", str(len(seeds)), *last]
+    return [f"`{pos}`", *texts, effective_context(entry), f"{bits:.3f}", f"{speed:,.0f}", str(len(seeds)), *last]
+
+
+def effective_context(entry: Rows) -> str:
+    """The longest length up to which the gain is at none below 0, as far as its interval tells."""
+    pos, L = entry.rows[0].name, entry.trained_ctx
+    for before, multiple in itertools.pairwise(LENGTHS):
+        if estimate(entry.gain(pos, "none", multiple * L)).interval[1] < 0:
+            return f"{before} L"
+    return f">= {LENGTHS[-1]} L"
+
+
+def verdict(entry: Rows, reference: Rows) -> str:
+    """A sentence."""
+    pos, x, seeds = entry.rows[0].name, compare(entry, reference), len(at(entry, 1))
+    better, worse = x.p_below(0) < ALPHA / 2, x.p_above(0) < ALPHA / 2
+    outcome = "better than" if better else "worse than" if worse else "not decided against"
+    loss = f"{interval_text(x.mean, *x.interval)} nats/token, p {q_text(x.p)}, {seeds} seeds"
+    gain = estimate(entry.gain(pos, "none", 8 * entry.trained_ctx))
+    uses = "it gains" if gain.interval[0] > 0 else "it does not gain"
+    return f"{pos} is {outcome} {REFERENCE} at 8 L: {loss}; {uses} from text further back than L ({gain.mean:+.3f})"
 
 
 def table(reference: Rows, entries: list[Rows]) -> list[str]:
@@ -110,6 +135,14 @@ def table(reference: Rows, entries: list[Rows]) -> list[str]:
     others = sorted(entries, key=lambda entry: compare(entry, reference).mean)
     shown = [reference, *(entry for entry in others if entry.rows[0].name != REFERENCE)]
     return [*header(COLUMNS), *(line(cells(entry, reference)) for entry in shown)]
+
+
+def verdict_lines(folder: Path) -> list[str]:
+    """Of an entry's verdict.md: its sentence, and its line of the table below the reference's."""
+    entry, size = read_entry(folder), json.loads((folder / "settings.json").read_text("utf-8"))["size"]
+    reference = read_entry(folder_of(REFERENCE, size))
+    others = [] if entry.rows[0].name == REFERENCE else [entry]
+    return [*(verdict(other, reference) for other in others), *([""] * len(others)), *table(reference, others)]
 
 
 def render() -> str:
@@ -142,18 +175,22 @@ def enter(pos: str, size: str, seeds: int, jobs: int) -> None:
     for file, text in zip(files, code, strict=False):
         write(runs / "entry" / file.name, text.splitlines())
     todo = [job_of(size, pos, seed) for seed in range(seeds)]
-    finished = finished_jobs(todo, lambda job: run_job(job, plan, str(runs), ".cache", math.inf), jobs)
+    run = functools.partial(run_job, size=plan, runs=str(runs), cache=".cache", deadline=math.inf, one=jobs == 1)
+    finished = finished_jobs(todo, run, jobs)
     rows = sorted((row for _, of_job in finished for row in of_job), key=lambda row: row.seed)
     log = (f"{x.command}: {x.tokens_per_second:,} tokens/s, held-out {x.in_window:.3f} bits/byte" for x in rows)
     write(runs / "entry/rows.jsonl", [json.dumps(asdict(row)) for row in rows])
     write(runs / "entry/log.txt", [*dict.fromkeys(log)])
     write(runs / "entry/settings.json", [json.dumps({"pos": pos, "size": size} | settings_of(size), indent=1)])
     reference, *entries = [*others, read_entry(runs / "entry")]
-    write(runs / "entry/verdict.md", table(reference, entries))
     with file_errors(folder):
         BOARD.mkdir(parents=True, exist_ok=True)
         (runs / "entry").rename(folder)
-    print("", *table(reference, entries), f"entry: {folder}", sep="\n")
+    print()
+    shown = [cells(entry, reference) for entry in (reference, *entries)]
+    print_table({name.strip("`"): dict(zip(COLUMNS[1:], rest, strict=True)) for name, *rest in shown})
+    for sentence in (*(verdict(entry, reference) for entry in entries), f"entry: {folder}"):
+        print_wrapped(sentence)
 
 
 def write(path: Path, lines: list[str]) -> None:
@@ -176,7 +213,10 @@ def main() -> None:
             enter(given["pos"], args.size, args.seeds, args.jobs)
     except (Stopped, KeyboardInterrupt):
         raise SystemExit("stopped: run the same command again to continue") from None
-    write(PAGE, render().splitlines())
+    page = render().splitlines()
+    for file in BOARD.glob("*/settings.json"):  # rope's own entry may be a new one
+        write(file.parent / "verdict.md", verdict_lines(file.parent))
+    write(PAGE, page)
     print(f"page: {PAGE}")
 
 

@@ -8,10 +8,12 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from conf.cli import Prefixed
 from conf.errors import UserError
 from conf.registry import ROOT, yaml_values
 from engine.files import commit
@@ -35,15 +37,18 @@ children: set[subprocess.Popen] = set()  # those of `run_script` that run now, i
 stopping = threading.Event()  # set when no further ones may be started
 
 
-def run_script(argv: list[str], deadline: float) -> None:
+def run_script(argv: list[str], deadline: float, prefix: str = "") -> None:
     """Run a script of this repository in a child process until it ends.
 
     argv: the script and its arguments. deadline: in seconds of time.monotonic(); when it passes, the child gets
-    SIGTERM, saves, and Stopped is raised. UserError if the child fails.
+    SIGTERM, saves, and Stopped is raised. prefix: of each line that it prints. UserError if the child fails.
     """
     if stopping.is_set():
         raise Stopped
-    child = subprocess.Popen([sys.executable, str(ROOT / argv[0]), *argv[1:]])
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} if prefix else {}
+    child = subprocess.Popen([sys.executable, str(ROOT / argv[0]), *argv[1:]], **pipes)
+    copying = threading.Thread(target=Prefixed(sys.stdout, prefix).writelines, args=(child.stdout or (),))
+    copying.start()
     children.add(child)
     timeout = max(0.1, deadline - time.monotonic()) if deadline < math.inf else None
     try:
@@ -53,6 +58,7 @@ def run_script(argv: list[str], deadline: float) -> None:
         raise Stopped from None
     finally:
         children.discard(child)
+        copying.join()
     if code in (130, 143, -signal.SIGINT, -signal.SIGTERM):  # it was stopped by a signal, perhaps as it started
         raise Stopped
     if code:
@@ -76,15 +82,18 @@ def stop(*running: subprocess.Popen) -> None:
 # ---- a job ----
 
 
-def run_job(job: Job, size: Size, runs: str, cache: str, deadline: float) -> list[StudyRow]:
-    """Train and evaluate; returns the job's rows. deadline: of time.monotonic(); past it, Stopped is raised."""
-    folders = (f"runs={runs}", f"cache={cache}")
-    run_script(["train.py", *job.train, f"name={job.name}", *folders], deadline)
+def run_job(job: Job, size: Size, runs: str, cache: str, deadline: float, one: bool = True) -> list[StudyRow]:
+    """Train and evaluate; returns the job's rows. deadline: of time.monotonic(); past it, Stopped is raised.
+
+    one: no other job runs at the same time; else its name stands before each line that it prints.
+    """
+    folders, prefix = (f"runs={runs}", f"cache={cache}"), "" if one else job.name
+    run_script(["train.py", *job.train, f"name={job.name}", *folders], deadline, prefix)
     for evaluation in job.evaluations:
         lengths = f"ctx=[{','.join(map(str, evaluation.lengths))}]"
         methods = f"scaling={','.join(evaluation.methods)}"
         settings = (*targets(job, size), lengths, methods, *evaluation.settings)
-        run_script(["eval.py", "-m", f"run={job.name}", *folders, *settings], deadline)
+        run_script(["eval.py", "-m", f"run={job.name}", *folders, *settings], deadline, prefix)
     return gather(job, Run.open(job.name, runs=runs, cache=cache), size)
 
 

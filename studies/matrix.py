@@ -7,6 +7,7 @@ takes seconds a job, to try the command. studies/plan.py lists the plans.
 """
 
 import argparse
+import functools
 import os
 import signal
 import sys
@@ -45,7 +46,9 @@ def main() -> None:
     share_cores(args.jobs)
     done, deadline = 0, time.monotonic() + 60 * args.minutes
     try:
-        for job, new_rows in finished_jobs(todo, lambda job: run_job(job, size, runs, args.cache, deadline), args.jobs):
+        one = args.jobs == 1
+        run = functools.partial(run_job, size=size, runs=runs, cache=args.cache, deadline=deadline, one=one)
+        for job, new_rows in finished_jobs(todo, run, args.jobs):
             rows += new_rows
             write_jsonl(out, rows)
             done, left = done + 1, left - minutes(job, size)

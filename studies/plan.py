@@ -1,7 +1,7 @@
 """The study: which runs each of its plans trains, with how many seeds, and how a run is evaluated; its sizes.
 
     rope        rope with every method, and fine-tuned to 2, 4 and 8 L
-    encodings   every encoding, base of rope, layer schedule and gate, and a trained rope that was changed
+    encodings   every encoding, layer schedule and gate, drawn positions, bases of rope, a trained rope that was changed
     books       rope on another kind of text
     tasks       runs that learned to recall, evaluated by the share of right answers
 
@@ -20,9 +20,10 @@ from conf.registry import build_from_knobs, choices, yaml_values
 from conf.schema import TrainConfig
 
 NEAR, BETWEEN, FAR = (0.5, 1, 2, 4, 8), (1.125, 1.25, 1.5, 1.75), (16, 32)  # evaluated lengths, in trained contexts L
-FACTOR = 8  # of the methods whose loss within L is measured with one factor for all lengths
+FACTOR = 8.0  # of the methods whose loss within L is measured with one factor for all lengths
 METHODS, WITH_LOGN = ("pi", "ntk", "yarn", "rerope"), ("rerope",)  # on all seeds of rope
-FURTHER, FURTHER_WITH_LOGN = ("ntk_by_parts", "ntk_mixed", "llama3", "yarn_paper", "logn"), ("yarn", "rerope_leaky")
+FURTHER = ("ntk_by_parts", "ntk_mixed", "llama3", "yarn_paper", "logn", "string", "lampe")
+FURTHER_WITH_LOGN = ("yarn", "rerope_leaky")
 FURTHER_SEEDS = 4
 # Fine-tuned to so many L -> with these methods, evaluated at so many L
 EXTENSIONS = {2: ("none", "yarn"), 4: ("none", "pi", "ntk", "yarn"), 8: ("none", "yarn")}
@@ -34,12 +35,14 @@ SEEDS = {"rope": 8, "finetune": 6, "base": 4, "encodings": 4, "books": 4, "tasks
 FEWER_WINDOWS = ("encodings", "base")  # a quarter of the others'
 # Methods -> the runs that are evaluated with them, besides none and the window control
 EVALUATED_WITH = {
-    ("yarn",): ("xpos", "gemma3", "gemma4", "gpt_oss", "olmo3", "sssl", "smollm3"),
+    ("yarn",): ("xpos", "pope", "fope", "rope_resonance", "gemma3", "gemma4", "olmo3", "sssl", "smollm3"),
     ("logn",): ("swan", "drope", "rope_to_swan"),
+    ("pi",): ("random_float",),  # as its paper reads
     ("pi", "ntk", "yarn"): ("rope", "complete_pairs", *(f"base{base}" for base in BASES)),
 }
 OWN = {name: methods for methods, names in EVALUATED_WITH.items() for name in names}
-GATES = {f"gate_{kind}": (f"model.attention_gate={kind}",) for kind in ("head", "element")}
+OTHERS = {f"gate_{kind}": (f"model.attention_gate={kind}",) for kind in ("head", "element")}
+OTHERS |= {"random_float": ("positions=random_float",)}
 LARGER_BASE = 500_000  # of ABF, as Xiong et al. have it
 TASKS = ("recall", "mqar")
 OF_TASKS = ("rope", "alibi", "kerple", "fox", "gemma3", "swan")
@@ -116,8 +119,8 @@ class Job:
 
 
 def from_scratch(size: Size, part: str, name: str, seed: int, *evaluations: Evaluation, settings: tuple = ()) -> Job:
-    """name: of an encoding, a layer schedule, one of GATES, or any other with `settings`."""
-    chosen = settings or GATES.get(name) or ((f"pos={name}",) if name in choices("pos") else (f"layers={name}",))
+    """name: of an encoding, a layer schedule, one of OTHERS, or any other with `settings`."""
+    chosen = settings or OTHERS.get(name) or ((f"pos={name}",) if name in choices("pos") else (f"layers={name}",))
     if name in choices("pos") and "max_positions" in yaml_values("pos", name):  # a table of positions needs all rows
         chosen += (f"pos.max_positions={max(n for x in evaluations for n in x.lengths)}",)
     train = (*chosen, *size.train, f"seed={seed}")
@@ -163,10 +166,12 @@ def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
     lengths = size.lengths(*NEAR, *FAR)
 
     def own(name: str) -> Evaluation:
+        if name == "gpt_oss":  # whose YaRN does not round its ramp
+            return Evaluation(lengths, ("yarn",), ("scaling.truncate=false",))
         return Evaluation(lengths, OWN.get(name, ("none",)))
 
     schedules = {*choices("layers")} - {"uniform"}
-    for name in sorted((*choices("pos"), *schedules, *GATES), key=lambda name: (name != "rope", name)):
+    for name in sorted((*choices("pos"), *schedules, *OTHERS), key=lambda name: (name != "rope", name)):
         yield from_scratch(size, "encodings", name, seed, own(name))
     for base in BASES:
         settings = ("pos=rope", f"pos.base={base}")

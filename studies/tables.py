@@ -150,7 +150,7 @@ def deployed_section(rows: Rows) -> list[str]:
     """What one factor for all lengths costs within L."""
     L, lines = rows.trained_ctx, []
     for method in ("pi", "ntk", "yarn"):
-        label = f"{method} factor={float(FACTOR)}"
+        label = f"{method} factor={FACTOR}"
         found = compare(rows.find("rope", label, L), rows.find("rope", "none", L))
         lines += [line([f"`{label}`", text(found)])] if found else []
     return [*header(["", f"loss at {L} less that without scaling"]), *lines] if lines else []

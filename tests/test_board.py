@@ -19,7 +19,7 @@ from tests.helpers import ROOT, curve_of, error_of, run_command
 RISE = {"alibi": 0.0, "none": 0.19}  # nats per token for each doubling past L; of the others: 0.2
 
 
-def rows_of(job: Job, *_: object) -> list[StudyRow]:
+def rows_of(job: Job, **_: object) -> list[StudyRow]:
     """The rows of a job without a training: a curve that rises past L = 64, at another height with each seed."""
     rise = RISE.get(job.name[:-3], 0.2)
     about = {"seed": job.seed, "tokens_per_second": 1000 + job.seed, "in_window": 2.0, "command": f"train {job.name}"}
@@ -56,18 +56,27 @@ def test_entries_become_folders_and_lines_of_the_page(here, monkeypatch):
     settings = json.loads(Path("board/alibi/settings.json").read_text())
     assert settings["ctx"] == 64 and settings["evaluation.lengths"] == [64, 128, 256, 512, 1024]
     verdict = Path("board/alibi/verdict.md").read_text()
-    assert verdict in out and verdict.splitlines()[-1].startswith("| `alibi` |")
+    assert verdict.splitlines()[-1].startswith("| `alibi` |") and all(
+        len(x) <= 80 or "/" in x for x in out.splitlines()
+    )
+    assert verdict.startswith("alibi is better than rope at 8 L: -0.600 [") and "it does not gain" in verdict
+    assert verdict.splitlines()[0] in " ".join(out.split())
     assert Path("board/alibi/log.txt").read_text().splitlines()[3].startswith("train alibi-s3: 1,003 tokens/s")
 
     text = Path("board.md").read_text()
     better, others = text.split("## Not better than rope")
     assert verdict.splitlines()[-1] in better and "| `alibi` |" not in others and "| `none` |" not in better
     rope, alibi = ([x.strip() for x in line.split("|")[2:-1]] for line in better.splitlines() if line.startswith("| `"))
-    assert [x.split()[0] for x in rope[:3]] == ["-0.400", "-0.600", "+0.600"] and rope[6:] == ["", ""]
+    assert (
+        [x.split()[0] for x in rope[:3]] == ["-0.400", "-0.600", "+0.600"]
+        and rope[3] == "1 L"
+        and rope[6:] == ["4", "", ""]
+    )
     row = read_rows(here / "board/alibi/rows.jsonl").rows[0]
     bits = 3.075 / np.log(2) * row.tokens / row.bytes
-    assert [x.split()[0] for x in alibi[:3]] == ["+0.000"] * 3 and alibi[3:6] == [f"{bits:.3f}", "1,002", "4"]
-    assert alibi[6].startswith("-0.600 [") and alibi[7] == "<0.001"
+    assert [x.split()[0] for x in alibi[:3]] == ["+0.000"] * 3
+    assert alibi[3:7] == [">= 16 L", f"{bits:.3f}", "1,002", "4"]
+    assert alibi[7].startswith("-0.600 [") and alibi[8] == "<0.001"
     enter(monkeypatch)
     assert Path("board.md").read_text() == text
 
@@ -135,7 +144,7 @@ def test_a_folder_that_is_no_entry_of_this_board_is_refused(what, message, here,
 def test_a_stopped_entry_is_not_there_until_the_same_command_has_ended_it(here, monkeypatch):
     started = []
 
-    def stop_at_the_third(job: Job, *_: object) -> list[StudyRow]:
+    def stop_at_the_third(job: Job, **_: object) -> list[StudyRow]:
         started.append(job.name)
         if len(started) == 3:
             raise Stopped
@@ -162,9 +171,11 @@ def test_an_entry_is_trained_and_evaluated(here, monkeypatch):
     assert {(row.run, row.label, row.n) for row in rows.rows} == {
         (f"rope-s{seed}", label, n) for seed in (0, 1) for label in ("none", "window") for n in (32, 64, 128, 256, 512)
     }
-    assert "### Size smoke: L = 32" in Path("board.md").read_text() and f"entry: {here}/board/rope-smoke" in out
+    assert "### Size smoke: L = 32" in Path("board.md").read_text() and f"{here}/board/rope-smoke" in out
     assert not [*Path("board").rglob("*.pt")]
 
 
 def test_the_page_is_what_the_folders_give():
     assert (ROOT / "docs/board.md").read_text() == board.render()
+    for folder in (ROOT / "results/board").iterdir():
+        assert (folder / "verdict.md").read_text().splitlines() == board.verdict_lines(folder)

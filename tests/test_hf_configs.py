@@ -358,6 +358,7 @@ REFUSED = {
     "Llama-3.2-1B-bnb-4bit": "quantization_config",
     "Mixtral-8x7B-v0.1": "model_type=mixtral",
     "gpt-oss-20b": "model_type=gpt_oss",
+    "gemma-4-26B-A4B-it": "model_type=gemma4",
 }
 
 

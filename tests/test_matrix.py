@@ -1,6 +1,7 @@
 """The study: its plan, its rows and its resuming. Claims and tables are in test_claims.py."""
 
 import json
+import math
 import re
 import sys
 import threading
@@ -18,7 +19,7 @@ from engine.run import Run
 from model import gpt
 from model.scaling import NO_CHANGE, resolve
 from studies import matrix, plan
-from studies.jobs import gather
+from studies.jobs import gather, run_script
 from studies.plan import Job
 from studies.rows import RESULTS, read_rows
 from tests.helpers import ROOT, choices, command, run_eval, run_train, train_settings
@@ -33,7 +34,7 @@ def test_plans_train_every_encoding_schedule_and_extension_with_every_seed(size)
     names = {(job.part, job.name) for job in jobs}
     assert len(names) == len(jobs)
     for seed in (0, 1):
-        everything = {*choices("pos"), *choices("layers"), *plan.GATES} - {"uniform"}
+        everything = {*choices("pos"), *choices("layers"), *plan.OTHERS} - {"uniform"}
         assert {("encodings", f"{name}-s{seed}") for name in everything} <= names
         assert {("base", f"base{base}-s{seed}") for base in plan.BASES} <= names
         extensions = [(k, m) for k, methods in plan.EXTENSIONS.items() for m in methods]
@@ -132,6 +133,12 @@ def test_the_copy_for_other_scaling_has_the_same_weights(here):
     assert rows.losses("gemma3_all_scaled", "yarn", 256) != rows.losses("gemma3", "yarn", 256)
     weights = [checkpoint.load(here / "runs/matrix-smoke" / name)["model"] for name in names[-2:]]
     assert all(torch.equal(a, b) for a, b in zip(*(w.values() for w in weights), strict=True))
+
+
+def test_lines_of_jobs_that_run_at_the_same_time_begin_with_their_names(capsys):
+    run_script(["export.py", "--help"], math.inf, "alibi-s0")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 2 and all(line.startswith("alibi-s0: ") for line in lines)
 
 
 def test_a_job_that_does_not_exist_is_a_user_error(here, monkeypatch):

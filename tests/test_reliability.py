@@ -243,7 +243,7 @@ def test_a_study_that_is_stopped_stops_its_child(here):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_study_says_so_by_its_exit_code(number, here, monkeypatch):
-    monkeypatch.setattr(matrix, "run_job", lambda *_: [])
+    monkeypatch.setattr(matrix, "run_job", lambda *_, **__: [])
     monkeypatch.setattr(matrix, "write_jsonl", lambda *_: signal.raise_signal(number))
     handlers = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}
     code, _, err = run_command(matrix.main, ["smoke", "--out", "rows.jsonl"], monkeypatch)

@@ -11,18 +11,18 @@ from tests.source import ROOT, circle, code_lines, edges, functions, imports_of,
 
 # Limits, and where they are above the aim, the aim: a limit rises only with what a new feature needs
 BUDGETS = {
-    "commands": 551,
+    "commands": 556,
     "conf": 580,
     "data": 569,
     "engine": 823,
     "kernels": 338,
     "model": 1565,
-    "measure": 1527,
+    "measure": 1529,
     "hf": 1269,
-    "studies": 1697,
+    "studies": 1742,
     "bench": 492,
-    "product": 9411,
-    "tests": 8605,
+    "product": 9463,
+    "tests": 8623,
 }
 AIMS = BUDGETS | {
     **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100, "studies": 1500},
