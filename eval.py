@@ -78,7 +78,8 @@ def evaluate(cfg: EvalConfig) -> None:
     for method in methods:
         if missing[method.label]:  # else all its lengths have been logged before
             log_curve(cfg.project, evaluation, method, curves, figure)
-    print(f"\nrows: {folder}/*.jsonl\n{picture}with other runs: python compare.py")
+    others = "" if cfg.runs == "runs" else f" --runs {cfg.runs}"
+    print(f"\nrows: {folder}/*.jsonl\n{picture}with other runs: python compare.py{others}")
 
 
 def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:

@@ -20,7 +20,7 @@ from engine import device as devices, distributed
 from hf.deploy import deployment
 from hf.open import open_run
 from measure import recommendation
-from measure.evaluation import Evaluation, requested_method
+from measure.evaluation import NONE, Evaluation, requested_method
 from measure.report import print_table, print_wrapped
 
 PERPLEXITY = 2 / 3  # its share of the time; the rest is for copying, if perplexity decides for no method
@@ -61,13 +61,14 @@ def recommend(cfg: RecommendConfig) -> None:
             hits = recommendation.recall(copying, [methods[m] for m in best], began + seconds)
 
     # ---- the answer, and the settings ----
-    print(f"\nin nats/token: gain at {ctx} over {control}, tax at {L} of the factor")
+    print()
+    print_wrapped(f"nats/token: gain at {ctx} over {control}; tax: the extra loss at {L} with the factor for {ctx}")
     rows = {}
     for m, x in sorted(gains.items(), key=lambda item: -item[1].mean()):
         rows[m] = {"perplexity": f"{math.exp(min(loss - x.mean(), 700)):.2f}", "gain": recommendation.text(x)}
         rows[m] |= {"tax": recommendation.text(taxes[m])} if m in taxes else {}
     print_table(rows)
-    missing = [m for m in methods if m not in taxes]
+    missing = [m for m in (*methods, NONE.label) if m not in gains]
     print_wrapped(f"{len(gains[control])} documents" + (f"; no time for {', '.join(missing)}" if missing else ""))
     factors = {m: run.change(x.scalings, ctx, ctx).factor for m, x in methods.items()}
     lines = recommendation.sentences(control, gains, taxes, factors, ctx, L)

@@ -104,10 +104,13 @@ def check_settings(cfg: TrainConfig) -> None:
         raise UserError("shard=True: needs more than one process: torchrun --nproc_per_node=N train.py shard=true ...")
     encoding = gpt.build_encoding(cfg)
     change = gpt.trained_scaling(cfg, gpt.trained_context(cfg, encoding))
-    check(not any(x.get("always") for x in cfg.scalings), "scaling.always", True, "false: maps are for evaluation only")
+    for knobs in (x for x in cfg.scalings if x.get("always")):
+        right = "for evaluation only, or have scaling.always=false: its map of positions holds at n <= L, too"
+        check(False, "scaling", describe_knobs("scaling", knobs), right)
     if cfg.positions == "random_float" and (type(encoding) is not Rope or change.logn or change.position_map):
+        given = f"{gpt.describe_encoding(cfg)} scaling={describe_knobs('scaling', cfg.scaling)} plus={cfg.plus}"
         ropes = "pos=rope, rope_interleaved, rope_partial or rope_proportional"
-        raise UserError(f"positions=random_float: needs {ropes}, layers=uniform, no log-n or map of positions")
+        raise UserError(f"positions=random_float: needs {ropes}, layers=uniform, no log-n or map, not {given}")
     if cfg.positions != "ordered" and cfg.longest is not None and encoding.max_positions is not None:
         right = f"at most {encoding.max_positions}, the positions of pos={describe_knobs('pos', cfg.pos)}"
         check(cfg.longest <= encoding.max_positions, "longest", cfg.longest, right)

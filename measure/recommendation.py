@@ -166,6 +166,8 @@ def sentences(control: str, gains: Arrays, taxes: Arrays, factors: Mapping[str, 
         return lines
     first = max(taxes, key=lambda m: gains[m].mean())
     lines = [f"Nothing beats {control} on these texts: keep {L} tokens ({first} {text(gains[first])})."]
+    if (truncation := f"truncation to {L}") != control:  # which is what the flags do
+        lines.append(f"The flags below truncate, which is {text(gains[truncation])} against that window.")
     if (high := interval(gains[first])[1]) > 0:
         lines.append(f"Not settled: more minutes may show a gain of up to {high:.3f}.")
     return lines
