@@ -104,9 +104,9 @@ def check_settings(cfg: TrainConfig) -> None:
         raise UserError("shard=True: needs more than one process: torchrun --nproc_per_node=N train.py shard=true ...")
     encoding = gpt.build_encoding(cfg)
     change = gpt.trained_scaling(cfg, gpt.trained_context(cfg, encoding))
-    for knobs in (x for x in cfg.scalings if x.get("always")):
-        right = "for evaluation only, or have scaling.always=false: its map of positions holds at n <= L, too"
-        check(False, "scaling", describe_knobs("scaling", knobs), right)
+    for knobs in cfg.scalings:
+        right = "left to evaluation: its map of positions changes n <= L, too"
+        check(not knobs.get("always"), "scaling", describe_knobs("scaling", knobs), right)
     if cfg.positions == "random_float" and (type(encoding) is not Rope or change.logn or change.position_map):
         given = f"{gpt.describe_encoding(cfg)} scaling={describe_knobs('scaling', cfg.scaling)} plus={cfg.plus}"
         ropes = "pos=rope, rope_interleaved, rope_partial or rope_proportional"

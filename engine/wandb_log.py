@@ -53,7 +53,7 @@ class Log:
     def __enter__(self) -> Self:
         if os.environ.get("WANDB_MODE") != "disabled" and distributed.rank() == 0:
             self._attempt(self._open)
-            if self.run is None:  # no answer: once more, offline
+            if self.run is None:  # the server did not answer: try again, offline
                 self._attempt(self._open)
         return self
 

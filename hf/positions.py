@@ -278,7 +278,7 @@ def layers_of(cfg: TrainConfig, expressible: Mapping[str, tuple] = EXPRESSIBLE) 
         pos, scaling = layer_type.pos or cfg.pos, cfg.scaling if layer_type.scaled else NONE
         settings = {"attention": cfg.attention, "plus": cfg.plus, "scaling": scaling["kind"]}
         settings |= {f"pos.{key}": value for key, value in pos.items()}
-        if pos.get("proportional"):  # a rope type of its own, so without scaling
+        if pos.get("proportional"):  # is a rope type, and a config has one: no scaling beside it
             share, D = settings.pop("pos.rotary_fraction", 1.0), cfg.model.head_width
             ok = share * D % 2 == 0
             check(ok, "pos.rotary_fraction", share, f"a whole number of pairs of head_dim={D} to be exported")

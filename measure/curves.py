@@ -185,7 +185,7 @@ def read_curves(files: Iterable[Path]) -> list[Curve]:
 
 
 def read_run(folder: Path, digest: str | None) -> list[Curve]:
-    """The curves of a run that were measured with these weights; where none was, a line on stderr says so.
+    """The curves of a run that were measured with these weights. If it has others only, a line on stderr says so.
 
     digest: of the weights in its ckpt.pt, whose beginning the rows have. None, for a model from elsewhere: all curves.
     """

@@ -27,9 +27,9 @@ Configs = Mapping[str, TrainConfig]  # run -> its settings
 def group_names(configs: Configs) -> dict[str, str]:
     """run -> the name of its group: that of the run with the lowest seed, without the seed: `rope` for rope-seed0.
 
-    The runs of a group have the same settings, except seed, name and run control. A second run with one seed, or a
-    second one that fine-tunes one run of ours, is no further training: it is a group of its own. A group has the full
-    name of its first run if another has the shorter one.
+    The runs of a group have the same settings, except seed, name and run control. Two runs with the same seed, or that
+    fine-tune the same run of ours, are not independent trainings: the second is a group of its own. A group has the
+    full name of its first run if another has the shorter one.
     """
     groups: dict[str, dict[int | str, str]] = defaultdict(dict)
     for run, cfg in sorted(configs.items(), key=lambda item: (item[1].seed, item[0])):

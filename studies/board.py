@@ -141,8 +141,9 @@ def verdict_lines(folder: Path) -> list[str]:
     """Of an entry's verdict.md: its sentence, and its line of the table below the reference's."""
     entry, size = read_entry(folder), json.loads((folder / "settings.json").read_text("utf-8"))["size"]
     reference = read_entry(folder_of(REFERENCE, size))
-    others = [] if entry.rows[0].name == REFERENCE else [entry]
-    return [*(verdict(other, reference) for other in others), *([""] * len(others)), *table(reference, others)]
+    if entry.rows[0].name == REFERENCE:
+        return table(reference, [])
+    return [verdict(entry, reference), "", *table(reference, [entry])]
 
 
 def render() -> str:

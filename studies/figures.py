@@ -89,15 +89,13 @@ def draw_over_lengths(ax: Any, rows: Rows, lines: Iterable[Line]) -> list[tuple]
 
 
 def describe_seeds(rows: Rows, runs: Iterable[str]) -> str:
-    """For the title: how many seeds these runs have, and what bands and points show."""
-    seeds = defaultdict(set)
-    for row in rows.rows:
-        seeds[row.name].add(row.training)
-    counts = sorted({len(seeds[run]) for run in runs if run in seeds})
+    """For the title: how many trainings the curves of these runs are the mean of, and what bands and points show."""
+    names = {*runs}
+    counts = sorted({len(seeds) for (run, *_), seeds in rows.by_condition.items() if run in names})
     if counts == [1]:
         return "one seed"
-    text = f"mean of {' or '.join(map(str, counts))} seeds"
-    text += "; bands: their range" if counts[-1] >= FEWEST_FOR_A_BAND else ""
+    text = f"mean of {counts[0]} to {counts[-1]} trainings" if counts[1:] else f"mean of {counts[0]} trainings"
+    text += f"; bands: the range of {FEWEST_FOR_A_BAND} or more" if counts[-1] >= FEWEST_FOR_A_BAND else ""
     return text + ("; hollow points: single seeds" if any(1 < n < FEWEST_FOR_A_BAND for n in counts) else "")
 
 

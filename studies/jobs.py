@@ -48,7 +48,7 @@ def run_script(argv: list[str], deadline: float, prefix: str = "") -> None:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} if prefix else {}
     child = subprocess.Popen([sys.executable, str(ROOT / argv[0]), *argv[1:]], **pipes)
     copying = threading.Thread(target=Prefixed(sys.stdout, prefix).writelines, args=(child.stdout or (),))
-    copying.start()
+    copying.start()  # and ends at once without a pipe
     children.add(child)
     timeout = max(0.1, deadline - time.monotonic()) if deadline < math.inf else None
     try:

@@ -127,10 +127,14 @@ def from_scratch(size: Size, part: str, name: str, seed: int, *evaluations: Eval
     return Job(part, f"{name}-s{seed}", seed, train, size.training.steps, evaluations)
 
 
-def from_run(size: Size, part: str, name: str, seed: int, *settings: str, evaluations: tuple, run: str = "rope") -> Job:
-    """A short training that starts from this run with the same seed; other settings are those of it."""
-    exp = (x for x in size.train if x.startswith("exp="))
-    steps = next((int(x.removeprefix("steps=")) for x in settings if x.startswith("steps=")), size.finetune_steps)
+def from_run(
+    size: Size, part: str, name: str, seed: int, *settings: str, evaluations: tuple, run: str = "rope", steps: int = 0
+) -> Job:
+    """A short training that starts from this run with the same seed; other settings are those of it.
+
+    steps: 0 for those of the size.
+    """
+    exp, steps = (x for x in size.train if x.startswith("exp=")), steps or size.finetune_steps
     train = (
         *exp,
         f"init={run}-s{seed}",
@@ -140,7 +144,7 @@ def from_run(size: Size, part: str, name: str, seed: int, *settings: str, evalua
         "optim=finetune",
         *settings,
     )
-    return Job(part, f"{name}-s{seed}", seed, tuple(dict.fromkeys(train)), steps, evaluations)
+    return Job(part, f"{name}-s{seed}", seed, train, steps, evaluations)
 
 
 def rope_jobs(size: Size, seed: int) -> Iterator[Job]:
@@ -183,9 +187,9 @@ def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
     for name, change in changes.items():
         yield from_run(size, "encodings", name, seed, *change, evaluations=(own(name),))
     # A copy of gemma3 in which scaling methods apply to all layers: one step saves the setting, not other weights
-    everywhere = ("layers=gemma3", "layers.L.scaled=true", "optim.lr=1e-30", "steps=1")
-    evaluations = (Evaluation(lengths, ("yarn",)),)
-    yield from_run(size, "encodings", "gemma3_all_scaled", seed, *everywhere, evaluations=evaluations, run="gemma3")
+    everywhere = ("layers=gemma3", "layers.L.scaled=true", "optim.lr=1e-30")
+    given: Any = {"evaluations": (Evaluation(lengths, ("yarn",)),), "run": "gemma3", "steps": 1}
+    yield from_run(size, "encodings", "gemma3_all_scaled", seed, *everywhere, **given)
 
 
 def book_jobs(size: Size, seed: int) -> Iterator[Job]:

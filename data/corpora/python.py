@@ -20,8 +20,9 @@ REQUIREMENTS = (
     *("sympy==1.14.0", "transformers==5.23.0", "twisted==26.10.0", "xarray==2026.9.0"),
 )
 SHA256 = "01eadc4c4a273d39e1e09b99144c227492646ed564ae27524d2728f3e7ee2106"
-# Tests, tables of data, and what a program wrote. It says so in the models of transformers, which repeat one another
+# Files that a program wrote contain this, among them models of transformers, which repeat one another
 GENERATED = "automatically generated"
+# Tests, and tables of data
 LEFT_OUT = re.compile(
     r"(^|/)(tests?|benchmarks|_vendor|corpus)/|test[^/]*\.py$|_test\.py$|_antlr|_pb2|^sympy/matrices/common"
 )
