@@ -29,7 +29,7 @@ from studies.claims import q_text
 from studies.jobs import Stopped, run_job
 from studies.matrix import finished_jobs, interrupt, share_cores
 from studies.plan import Evaluation, Job, Size, from_scratch
-from studies.rows import Rows, Seeds, difference, fill, header, line, read_rows
+from studies.rows import Rows, Seeds, contrast, difference, fill, header, line, read_rows
 
 BOARD, PAGE, RUNS = ROOT / "results/board", ROOT / "docs/board.md", Path("runs/board")
 # The settings of the board, the same for all entries of a size
@@ -90,10 +90,10 @@ def at(entry: Rows, multiple: int) -> Seeds:
 
 def compare(entry: Rows, reference: Rows) -> Estimate:
     """Loss at 8 L less that of the reference. UserError if they score other tokens."""
-    groups = [[*at(rows, 8).values()] for rows in (entry, reference)]
-    same = len({row.targets for rows in groups for row in rows}) == 1
+    a, b = at(entry, 8), at(reference, 8)
+    same = len({row.targets for seeds in (a, b) for row in seeds.values()}) == 1
     check(same, "pos", entry.rows[0].name, f"measured again: it scores other tokens than {REFERENCE}")
-    return estimate(*(np.stack([row.document_losses(row.scored_windows) for row in rows]) for rows in groups))
+    return estimate(contrast([a]), contrast([b]))
 
 
 # ---- the page ----
