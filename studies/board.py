@@ -166,6 +166,7 @@ def enter(pos: str, size: str, seeds: int, jobs: int) -> None:
     """Measure an entry in runs/board and move it to results/board, complete. UserError if it cannot be entered."""
     folder, plan = folder_of(pos, size), SIZES[size]
     check(pos in choices("pos"), "pos", pos, "an encoding: write model/pos/NAME.py and conf/pos/NAME.yaml")
+    check(pos != "rope_interleaved", "pos", pos, "another: it is rope, with permuted dimensions")
     check(seeds >= FEWEST, "--seeds", seeds, ENOUGH)
     check(not folder.exists(), "pos", pos, f"a new name: {folder} exists; delete it to measure it again")
     others = [] if pos == REFERENCE else [read_entry(folder_of(REFERENCE, size))]

@@ -7,7 +7,6 @@ none, `bar` for the better control) and @ with a length in trained contexts L: `
     a > b                 the loss of a is higher; `by 0.1`: by more than this, in nats per token; `since @1`: it has
                           risen more since this length without scaling, for runs that are not equally good there
     a is no worse than b  its loss is higher by less than the margin
-    a differs from b      in the mean of the absolute differences, by more than the margin
 """
 
 import re
@@ -58,23 +57,21 @@ class At:
 class Check:
     """The condition loss(a) - loss(b) > margin in nats per token, or < margin with less=True.
 
-    absolute: compare the mean over windows and documents of |loss(a) - loss(b)|, for claims that two losses differ or
-    are equal. since: compare how much the loss has risen since this length without scaling, instead of the losses, for
-    claims about models that are not equally good there.
+    since: compare how much the loss has risen since this length without scaling, instead of the losses, for claims
+    about models that are not equally good there.
     """
 
     a: At
     b: At
     margin: float = 0.0
     less: bool = False
-    absolute: bool = False
     since: int | None = None
 
     def measure(self, rows: Rows) -> Estimate | None:
         """The mean of loss(a) - loss(b); None without rows, or with too few seeds for a difference between runs."""
         a, b = (rows.find(at.run, at.label, at.n) for at in (self.a, self.b))
         runs = () if self.since is None else (self.a.run, self.b.run)
-        return compare(a, b, [rows.find(run, "none", self.since or 0) for run in runs], self.absolute)
+        return compare(a, b, [rows.find(run, "none", self.since or 0) for run in runs])
 
     def seeds(self, rows: Rows) -> tuple[int, int]:
         """Of both conditions."""
@@ -143,7 +140,7 @@ class Result:
 # ---- claims.yaml ----
 
 CONDITION = r"(\S+)(?: (.+))? @([\d.]+)"
-CHECK = r"(.+ @[\d.]+) (>|is no worse than|differs from|equals) (.+? @[\d.]+)(?: by ([\d.]+))?(?: since @([\d.]+))?"
+CHECK = r"(.+ @[\d.]+) (>|is no worse than) (.+? @[\d.]+)(?: by ([\d.]+))?(?: since @([\d.]+))?"
 
 
 def read_claims(plan: str, L: int) -> list[Claim]:
@@ -162,8 +159,7 @@ def read_check(text: str, L: int) -> Check:
     if relation == ">":
         return Check(a, b, float(by or 0), since=round(float(since) * L) if since else None)
     of_this_length = margin(max(a.n, b.n) / L, one_run=a.run == b.run)
-    absolute = relation != "is no worse than"
-    return Check(a, b, of_this_length, less=relation != "differs from", absolute=absolute)
+    return Check(a, b, of_this_length, less=True)
 
 
 def fully(pattern: str, text: str) -> Sequence[Any]:
@@ -194,6 +190,8 @@ def what_would_decide(result: Result) -> str:
     If a mean is on the wrong side of its margin, enough to refute one such check; otherwise enough to show all checks.
     """
     pairs = [(c, x) for c, x in zip(result.claim.checks, result.found, strict=True) if x is not None]
+    if any(x.components is None for _, x in pairs):
+        return "one seed"
     wrong = [(c, x) for c, x in pairs if (x.mean > c.margin) == c.less]
     level = ALPHA / len(pairs) if wrong else ALPHA
     needed = [x.seeds_needed(c.margin, level) for c, x in wrong or pairs]
@@ -222,8 +220,6 @@ def estimate_text(result: Estimate) -> str:
 def describe(check: Check, result: Estimate | None, rows: Rows) -> str:
     """`rope @512 - rope @256 > 0.69: +1.234 [+1.100, +1.400]`; with too few seeds the losses of each."""
     difference = f"{check.a} - {check.b}"
-    if check.absolute:
-        difference = f"abs({difference})"
     if check.since is not None:
         difference = f"({difference}) since @{check.since}"
     if result is not None:
@@ -260,7 +256,8 @@ def claims_section(rows: Rows, claims: Sequence[Claim]) -> list[str]:
         measured = "; ".join(describe(c, found, rows) for c, found in zip(claim.checks, x.found, strict=True))
         verdict = f"by construction: {claim.by_construction}" if claim.by_construction else x.verdict(q_of_claim)
         verdict = f"**{verdict}**" + (", one seed" if one and verdict in (HOLDS, REFUTED) else "")
-        cells = [str(claim.number), claim.claim, f"{claim.source}: {claim.reported}", measured, str(x.seeds)]
+        cells = [str(claim.number), claim.claim, f"{claim.source}: {claim.reported}", measured]
+        cells.append("" if claim.by_construction else str(x.seeds))
         lines.append(line([*cells, q_text(q_of_claim), verdict]))
     return lines
 

@@ -45,9 +45,7 @@ CONTROL = {"color": color_of("methods", "window"), "linestyle": CONTROL_DASHES}
 
 
 def style_of(name: str) -> Style:
-    """The colour and dashes of an encoding. Variants of RoPE are dashed, because their curves are close together."""
-    dashes = {"rope_interleaved": DASHED, "rope_partial": MIXED, "rope_proportional": DOTTED}
-    return {"color": color_of("encodings", name), "linestyle": dashes.get(name, "-")}
+    return {"color": color_of("encodings", name), "linestyle": "-"}
 
 
 def over_lengths(rows: Rows, run: str, label: str, name: str, style: Style) -> Line:
@@ -253,7 +251,8 @@ def main() -> None:
         print(f"page: {args.page}")
         return
     for draw, (plan, part) in FIGURES.items():
-        name, rows = draw.__name__, read_rows(args.rows / f"{plan}.jsonl")
+        name, file = draw.__name__, args.rows / f"{plan}.jsonl"
+        rows = read_rows(file) if file.exists() else Rows([])
         if not rows.runs(part):
             print(f"{name}: no rows yet")
             continue

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,10 +47,10 @@ def run_script(argv: list[str], deadline: float, prefix: str = "") -> None:
     """
     if stopping.is_set():
         raise Stopped
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} if prefix else {}
-    child = subprocess.Popen([sys.executable, str(ROOT / argv[0]), *argv[1:]], **pipes)
-    copying = threading.Thread(target=Prefixed(sys.stdout, prefix).writelines, args=(child.stdout or (),))
-    copying.start()  # and ends at once without a pipe
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    child = subprocess.Popen([sys.executable, str(ROOT / argv[0]), *argv[1:]], **(piped if prefix else {}))
+    copying = threading.Thread(target=copy, args=(child.stdout or (), prefix))  # without a pipe it ends at once
+    copying.start()
     children.add(child)
     timeout = max(0.1, deadline - time.monotonic()) if deadline < math.inf else None
     try:
@@ -64,6 +66,14 @@ def run_script(argv: list[str], deadline: float, prefix: str = "") -> None:
     if code:
         command = " ".join(["python", *argv])
         raise UserError(f"`{command}` failed with exit code {code}; run the same command again to resume from there")
+
+
+def copy(lines: Iterable[str], prefix: str) -> None:
+    """Print lines with a prefix. It reads on where they cannot be written, or the child would wait for ever."""
+    out = Prefixed(sys.stdout, prefix)
+    for line in lines:
+        with suppress(OSError):
+            out.write(line.rstrip("\n") + "\n")
 
 
 def stop(*running: subprocess.Popen) -> None:
@@ -105,12 +115,14 @@ def gather(job: Job, run: Run, size: Size) -> list[StudyRow]:
     files = {file: read_curve(file) for file in (run.folder / "eval").glob("*.jsonl")}
     files = {c.label: file for file, c in files.items() if c.first.weights == run.digest[:12]}
     rows = [row for c in select_shared(read_run(run.folder, run.digest), task.texts()) for row in c.overall]
+    if lost := {n for evaluation in job.evaluations for n in evaluation.lengths} - {row.n for row in rows}:
+        raise UserError(f"{job.name}: n={min(lost)} was evaluated on other texts than n={job.longest}")
     groups = antecedent_groups(task, job.longest) if isinstance(task, Matched) else None
     about = {"base": run.cfg.pos.get("base"), "in_window": run.validation["bits_per_byte"], "steps": run.cfg.steps}
     about["tokens_per_second"] = round(run.step * run.cfg.batch_tokens / run.seconds)
     about |= {"part": job.part, "threads": torch.get_num_threads(), "commit": commit()}
     about["command"] = f"python train.py {' '.join(job.train)} name={job.name}"
-    return [StudyRow(**asdict(x), groups=group_sums(x, files[x.label], groups), **about, **job.columns) for x in rows]
+    return [StudyRow(**asdict(x), groups=group_sums(x, files[x.label], groups), **about) for x in rows]
 
 
 def group_sums(row: Row, file: Path, groups: Groups | None) -> dict[str, list[list[float]]]:

@@ -1,9 +1,10 @@
 """Train and evaluate the runs of a plan of the study, each with several seeds: python -m studies.matrix --plan rope
 
 A job trains one run with train.py and evaluates it with eval.py, each in a child process. The results are collected as
-rows of results/PLAN.jsonl. The command can be stopped at any time: when it is run again, finished jobs are skipped
-and unfinished ones are resumed. `quick` is the same study at a toy size, `h200` at 41M parameters on a GPU; `smoke`
-takes seconds a job, to try the command. studies/plan.py lists the plans.
+rows of runs/matrix-SIZE/PLAN.jsonl; those of a finished plan are copied to results/. The command can be stopped at any
+time: when it is run again, finished jobs are skipped and unfinished ones are resumed. `quick` is the same study at a
+toy size, `h200` at 41M parameters on a GPU; `smoke` takes seconds a job, to try the command. studies/plan.py lists the
+plans.
 """
 
 import argparse
@@ -31,7 +32,7 @@ def main() -> None:
     args = parse_arguments()
     size = load_size(args.size)
     runs = args.runs or f"runs/matrix-{args.size}"
-    out = Path(args.out or f"results/{args.plan}{'' if args.size == 'default' else '-' + args.size}.jsonl")
+    out = Path(args.out or f"{runs}/{args.plan}.jsonl")
     jobs = select_jobs(planned_jobs(args.plan, size, args.seeds), args.only)
     rows = [*read_rows(out).rows] if out.exists() else []
     finished = {row.run for row in rows}
@@ -57,7 +58,7 @@ def main() -> None:
         left_over = f"{len(todo) - done} left; run the same command again to resume"
         print(f"stopped: {done} jobs done, {left_over}", file=sys.stderr)
         sys.exit(128 + e.args[0] if e.args else 1)
-    print(f"\nrows: {out}   next: python -m studies.claims, studies.tables, studies.figures")
+    print(f"\nrows: {out}   next: python -m studies.figures --rows {out.parent} --out {out.parent}")
 
 
 def interrupt(number: int, frame: object) -> None:
@@ -122,7 +123,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time, on a GPU or a machine with many cores")
     parser.add_argument("--runs", help="the folder of runs; without it, runs/matrix-SIZE")
     parser.add_argument("--cache", default=".cache", help="the folder of prepared corpora (default .cache)")
-    parser.add_argument("--out", help="the rows; without it, results/PLAN.jsonl (or PLAN-SIZE.jsonl)")
+    parser.add_argument("--out", help="the rows; without it, PLAN.jsonl in the folder of runs")
     return parser.parse_args()
 
 

@@ -5,19 +5,20 @@
     books       rope on another kind of text
     tasks       runs that learned to recall, evaluated by the share of right answers
 
-The rows of a plan are results/PLAN.jsonl. All rows of a file are of the same texts.
+The published rows of a plan are results/PLAN.jsonl. All rows of a file are of the same texts.
 """
 
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from conf.cli import train_settings
 from conf.errors import check
 from conf.registry import build_from_knobs, choices, yaml_values
 from conf.schema import TrainConfig
+from model.spectrum import frequencies, rotations
 
 NEAR, BETWEEN, FAR = (0.5, 1, 2, 4, 8), (1.125, 1.25, 1.5, 1.75), (16, 32)  # evaluated lengths, in trained contexts L
 FACTOR = 8.0  # of the methods whose loss within L is measured with one factor for all lengths
@@ -29,7 +30,6 @@ FURTHER_SEEDS = 4
 EXTENSIONS = {2: ("none", "yarn"), 4: ("none", "pi", "ntk", "yarn"), 8: ("none", "yarn")}
 EXTENDED_LENGTHS = {2: (2,), 4: (4, 5, 8), 8: (8,)}
 BASES = (100, 500, 1_000_000)  # besides the default of 10000
-COMPLETE = 13 / 32  # the pairs of rope that complete a rotation within 256 tokens
 SEEDS = {"rope": 8, "finetune": 6, "base": 4, "encodings": 4, "books": 4, "tasks": 3}  # of each part
 
 FEWER_WINDOWS = ("encodings", "base")  # a quarter of the others'
@@ -47,6 +47,7 @@ LARGER_BASE = 500_000  # of ABF, as Xiong et al. have it
 TASKS = ("recall", "mqar")
 OF_TASKS = ("rope", "alibi", "kerple", "fox", "gemma3", "swan")
 TEXTS = 96  # of a task, at each distance of the answer
+SHORTEST_TEXT = 128  # of a task, tokens
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,6 @@ class Job:
     steps: int
     evaluations: tuple[Evaluation, ...]
     task: str = "matched"
-    columns: dict[str, Any] = field(default_factory=dict)  # additional columns of its rows
 
     @property
     def longest(self) -> int:
@@ -135,15 +135,8 @@ def from_run(
     steps: 0 for those of the size.
     """
     exp, steps = (x for x in size.train if x.startswith("exp=")), steps or size.finetune_steps
-    train = (
-        *exp,
-        f"init={run}-s{seed}",
-        f"steps={steps}",
-        f"seed={seed}",
-        "val_windows=64",
-        "optim=finetune",
-        *settings,
-    )
+    common = (f"steps={steps}", f"seed={seed}", "val_windows=64", "optim=finetune")
+    train = (*exp, f"init={run}-s{seed}", *common, *settings)
     return Job(part, f"{name}-s{seed}", seed, train, steps, evaluations)
 
 
@@ -161,8 +154,7 @@ def rope_jobs(size: Size, seed: int) -> Iterator[Job]:
     for multiple, method in ((k, m) for k, of_length in EXTENSIONS.items() for m in of_length):
         lengths = Evaluation(size.lengths(*EXTENDED_LENGTHS[multiple]))
         settings = (f"ctx={multiple * size.L}", f"scaling={method}", "optim.lr=5e-4", "optim.warmup=5")
-        job = from_run(size, "finetune", f"{method}-{multiple}L", seed, *settings, evaluations=(lengths,))
-        yield replace(job, columns={"method": method, "extended": multiple})
+        yield from_run(size, "finetune", f"{method}-{multiple}L", seed, *settings, evaluations=(lengths,))
 
 
 def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
@@ -180,7 +172,8 @@ def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
     for base in BASES:
         settings = ("pos=rope", f"pos.base={base}")
         yield from_scratch(size, "base", f"base{base}", seed, own(f"base{base}"), settings=settings)
-    complete = ("pos=rope_proportional", f"pos.rotary_fraction={COMPLETE}")
+    turns = rotations(frequencies(size.training.model.head_width, 10000.0), size.L)  # of each pair within L
+    complete = ("pos=rope_proportional", f"pos.rotary_fraction={(turns >= 1).double().mean().item()}")
     yield from_scratch(size, "base", "complete_pairs", seed, own("complete_pairs"), settings=complete)
     abf = (f"pos.base={LARGER_BASE}", f"ctx={4 * size.L}")  # Xiong et al. train at a longer context, too
     changes: dict[str, tuple[str, ...]] = {"drope": ("pos=none",), "abf": abf, "rope_to_swan": ("layers=swan",)}
@@ -195,11 +188,11 @@ def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
 def book_jobs(size: Size, seed: int) -> Iterator[Job]:
     near = size.lengths(*NEAR)
     methods = Evaluation(near, ("pi", "ntk", "yarn", "rerope")), Evaluation(near, ("rerope",), ("plus=logn",))
-    yield from_scratch(size, "books", "rope", seed, *methods, settings=("pos=rope", "data=books"))
+    yield from_scratch(size, "books", "books-rope", seed, *methods, settings=("pos=rope", "data=books"))
 
 
 def task_jobs(size: Size, seed: int) -> Iterator[Job]:
-    lengths = size.lengths(1, 2, 4, 8)
+    lengths = tuple(n for n in size.lengths(1, 2, 4, 8) if n >= SHORTEST_TEXT)
     for task, name in itertools.product(TASKS, OF_TASKS):
         methods = (Evaluation(lengths, ("yarn", "ntk", "llama3")), Evaluation(lengths, ("rerope",), ("plus=logn",)))
         evaluations = methods if name == "rope" else (Evaluation(lengths, OWN.get(name, ("none",))),)

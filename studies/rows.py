@@ -33,8 +33,6 @@ class StudyRow(Row):
 
     part: str = ""  # of the plan, or the corpus of studies/real.py
     base: float | None = None  # of a rotary encoding
-    method: str = ""  # of a fine-tuning; none: fine-tuned without scaling
-    extended: int = 0  # the context of a fine-tuning, as a multiple of L
     in_window: float | None = None  # held-out bits per byte within the trained context
     steps: int = 0
     tokens_per_second: float | None = None  # of the training
@@ -116,20 +114,16 @@ class Rows:
         return sorted({row.n for row in self.rows if row.part == part and row.label == "none"})
 
 
-def contrast(plus: Sequence[Seeds], minus: Sequence[Seeds] = (), absolute: bool = False) -> np.ndarray:
+def contrast(plus: Sequence[Seeds], minus: Sequence[Seeds] = (), others: Sequence[Seeds] = ()) -> np.ndarray:
     """The sum of the losses `plus` less that of the losses `minus`, nats per token [seeds, documents].
 
-    On the seeds and windows that all of them have; no seeds if there are none. absolute: the mean of the absolute
-    values over the windows of a document.
+    On the seeds that all of them have, and on the windows that they and `others` have; no seeds if there are none.
     """
     terms = (*plus, *minus)
-    windows = set.intersection(*({*row.scored_windows} for seeds in terms for row in seeds.values()))
-    groups = [[w] for w in windows] if absolute else [sorted(windows)] if windows else []
-    values = []
-    for seed in sorted(set.intersection(*({*seeds} for seeds in terms))) if groups else ():
-        a, b = (sum(np.stack([s[seed].document_losses(g) for g in groups]) for s in part) for part in (plus, minus))
-        values.append(np.mean(np.abs(a - b) if absolute else a - b, axis=0))
-    return np.array(values)
+    windows = sorted(set.intersection(*({*x.scored_windows} for seeds in (*terms, *others) for x in seeds.values())))
+    shared = sorted(set.intersection(*({*seeds} for seeds in terms))) if windows else ()
+    losses = [[[of[s].document_losses(windows) for of in part] for part in (plus, minus)] for s in shared]
+    return np.array([np.sum(added, axis=0) - np.sum(subtracted, axis=0) for added, subtracted in losses])
 
 
 def difference(a: Seeds, b: Seeds) -> np.ndarray:
@@ -137,7 +131,7 @@ def difference(a: Seeds, b: Seeds) -> np.ndarray:
     return contrast([a], [b]) if a and b else np.array([])
 
 
-def compare(a: Seeds, b: Seeds, since: Sequence[Seeds] = (), absolute: bool = False) -> Estimate | None:
+def compare(a: Seeds, b: Seeds, since: Sequence[Seeds] = ()) -> Estimate | None:
     """The mean of loss a - loss b, nats per token. None if there are no rows, or too few seeds for an interval.
 
     Conditions of one lineage are paired by seed: they have the weights, or those they started from, in common. Others
@@ -146,15 +140,12 @@ def compare(a: Seeds, b: Seeds, since: Sequence[Seeds] = (), absolute: bool = Fa
     """
     if not a or not b or not all(since):
         return None
-    plus, minus = ([a, since[1]], [b, since[0]]) if since else ([a], [b])
+    first, second = ([a], since[:1]), ([b], since[1:])  # a rise is the loss less that of `since`
     if len({row.lineage for seeds in (a, b) for row in seeds.values()}) == 1:
-        values = contrast(plus, minus, absolute)
+        values = contrast([a, *since[1:]], [b, *since[:1]])
         return estimate(values) if len(values) else None
-    windows = [{*row.scored_windows} for seeds in (*plus, *minus) for row in seeds.values()]
-    if min(len(a), len(b)) < FEWEST or not set.intersection(*windows):
-        return None
-    groups = (contrast([a], [since[0]]), contrast([b], [since[1]])) if since else (contrast([a]), contrast([b]))
-    return estimate(*groups)
+    groups = [contrast(*group, others=(a, b, *since)) for group in (first, second)]
+    return estimate(*groups) if min(map(len, groups)) >= FEWEST else None
 
 
 # ---- reading ----

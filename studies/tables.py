@@ -88,7 +88,7 @@ def headroom(rows: Rows, n: int) -> np.ndarray:
     It was fine-tuned at n tokens, directly or with YaRN, from the same seeds of rope.
     """
     bars, multiple = rows.find("rope", BAR, n), n // rows.trained_ctx
-    tuned = [rows.find(f"{method}-{multiple}L", "none", n) for method in EXTENSIONS.get(multiple, ())]
+    tuned = [rows.find(f"{method}-{multiple}L", "none", n) for method in ("none", "yarn")]
     found = [difference(bars, seeds) for seeds in tuned if seeds]
     return max(found, key=np.mean, default=np.array([]))
 
@@ -156,14 +156,14 @@ def deployed_section(rows: Rows) -> list[str]:
     return [*header(["", f"loss at {L} less that without scaling"]), *lines] if lines else []
 
 
-def by_length(rows: Rows, runs: dict[str, str], label: str = "none") -> list[str]:
+def by_length(rows: Rows, runs: dict[str, str]) -> list[str]:
     """A table of runs, a column for each length. runs: name in the rows -> name in the table"""
-    ns = sorted({n for run, at, n in rows.by_condition if run in runs and at == label})
+    ns = sorted({n for run, at, n in rows.by_condition if run in runs and at == "none"})
     lines = header(["", "seeds", "bits/byte within L", *(f"n = {n}" for n in ns)])
     for run, name in runs.items():
         by_seed = {row.training: row.in_window for row in rows.rows if row.name == run and row.in_window}
         bits = mean_and_range([*by_seed.values()], lambda bits: f"{bits:.3f}")
-        lines.append(line([name, str(len(by_seed)), bits, *(perplexity(rows, run, label, n) for n in ns)]))
+        lines.append(line([name, str(len(by_seed)), bits, *(perplexity(rows, run, "none", n) for n in ns)]))
     return lines
 
 

@@ -19,10 +19,10 @@ BUDGETS = {
     "model": 1565,
     "measure": 1529,
     "hf": 1269,
-    "studies": 1742,
+    "studies": 1736,
     "bench": 492,
-    "product": 9463,
-    "tests": 8623,
+    "product": 9457,
+    "tests": 8637,
 }
 AIMS = BUDGETS | {
     **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100, "studies": 1500},
