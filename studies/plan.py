@@ -147,7 +147,7 @@ def rope_jobs(size: Size, seed: int) -> Iterator[Job]:
         Evaluation(near, METHODS),
         Evaluation(near, WITH_LOGN, ("plus=logn",)),
         Evaluation(size.lengths(*BETWEEN), ("yarn",)),
-        Evaluation((size.L,), ("pi", "ntk", "yarn"), (f"scaling.factor={FACTOR}",)),
+        Evaluation((size.L,), ("pi", "ntk", "yarn"), (f"++scaling.factor={FACTOR}",)),
     )
     further = Evaluation(near, FURTHER), Evaluation(near, FURTHER_WITH_LOGN, ("plus=logn",))
     yield from_scratch(size, "rope", "rope", seed, *methods, *(further if seed < FURTHER_SEEDS else ()))
@@ -163,7 +163,7 @@ def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
 
     def own(name: str) -> Evaluation:
         if name == "gpt_oss":  # whose YaRN does not round its ramp
-            return Evaluation(lengths, ("yarn",), ("scaling.truncate=false",))
+            return Evaluation(lengths, ("yarn",), ("++scaling.truncate=false",))
         return Evaluation(lengths, OWN.get(name, ("none",)))
 
     schedules = {*choices("layers")} - {"uniform"}

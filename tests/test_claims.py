@@ -156,7 +156,7 @@ def test_every_claim_names_rows_that_the_plan_makes():
                     assert math.isfinite(check.score(at))
                     continue
                 made = {
-                    " ".join([m, *(x.removeprefix("scaling.").replace("plus=", "+ ") for x in evaluation.settings)])
+                    " ".join([m, *(x.removeprefix("++scaling.").replace("plus=", "+ ") for x in evaluation.settings)])
                     for evaluation in jobs[at.run].evaluations
                     for m in ("none", "window", *evaluation.methods)
                     if at.n in evaluation.lengths

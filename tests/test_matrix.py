@@ -18,7 +18,7 @@ from engine import checkpoint
 from engine.run import Run
 from model import gpt
 from model.scaling import NO_CHANGE, resolve
-from studies import matrix, plan
+from studies import matrix, plan, tables
 from studies.jobs import gather, run_script
 from studies.plan import Job
 from studies.rows import RESULTS, read_rows
@@ -119,6 +119,16 @@ def test_a_small_matrix_runs_and_skips_what_is_done(here, monkeypatch, capsys):
     matrix.main()
     assert "0 to do" in capsys.readouterr().out
     assert (here / "rows.jsonl").stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+def test_rope_has_all_methods_and_its_fine_tunings_a_headroom(here):
+    done = command("-m=studies.matrix", "smoke", "--only", "rope-s0,none-4L-s0", "--out", "rows.jsonl", cwd=here)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = read_rows(here / "rows.jsonl")
+    labels = {row.label for row in rows.rows if row.name == "rope"}
+    assert {"ntk", "rerope", "ntk_by_parts", "pi factor=8.0", "yarn + logn"} <= labels
+    assert tables.headroom(rows, 256).shape == tables.part_of_gain(rows, "rope", "yarn", 256, near=True).shape == (1, 4)
 
 
 @pytest.mark.slow
