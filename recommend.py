@@ -51,10 +51,11 @@ def recommend(cfg: RecommendConfig) -> None:
 
     # ---- measure: perplexity, and in the time left copying ----
     with torch.inference_mode():
-        until = began + PERPLEXITY * seconds
+        started, until = time.monotonic(), began + PERPLEXITY * seconds
         control, loss, gains, taxes = recommendation.compare(texts, list(methods.values()), until)
         chosen, hits = recommendation.choose(gains, taxes), {}
-        if not chosen and time.monotonic() < began + seconds:
+        a_round = (time.monotonic() - started) / len(gains[control])  # one of copying takes about as long
+        if not chosen and time.monotonic() + 2 * a_round < began + seconds:
             settings.ctx, settings.task = [ctx], yaml_values("task", "copying")
             best = sorted(taxes, key=lambda m: -gains[m].mean())[:2]
             copying = Evaluation(run, settings, device)
