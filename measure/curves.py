@@ -161,7 +161,10 @@ def read_row(values: dict[str, Any]) -> Row:
 
 
 def read_curve(path: Path) -> Curve:
-    """The curve in a file that eval.py wrote. UserError, with the line, if it is something else."""
+    """The curve in a file that eval.py wrote. UserError, with the line, if it is something else.
+
+    Its run is the folder's name: rows that were measured before and after the folder was renamed are of one run.
+    """
     rows: list[Row] = []
     try:
         rows.extend(read_row(json.loads(line)) for line in path.read_bytes().splitlines() or [b""])
@@ -170,6 +173,8 @@ def read_curve(path: Path) -> Curve:
     except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         what = f"not a curve that this version of eval.py wrote (line {len(rows) + 1})"
         raise UserError(f"{path}: {what}: move it away and evaluate again") from None
+    if path.parent.name == "eval":
+        rows = [replace(row, run=path.parents[1].name) for row in rows]
     return Curve(rows, path.stat().st_mtime)
 
 

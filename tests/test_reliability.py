@@ -415,6 +415,12 @@ def test_what_is_not_finite_is_never_a_result(x, monkeypatch):
     assert checkpoint.load(Path("runs/y"))["step"] == 10
 
 
+def test_the_curves_of_a_renamed_run_have_its_new_name(here):
+    write_jsonl(here / "old/eval/none-0.jsonl", read_curve(ROOT / "tests/data/curve.jsonl").rows)
+    (here / "old").rename(here / "new")
+    assert read_curve(here / "new/eval/none-0.jsonl").run == "new"
+
+
 def test_long_names_are_hashed_where_they_become_files(x):
     divisors = ",".join(str(1.0 + i / 7) for i in range(16))
     run_eval("run=x", "ctx=128", "documents=2", "scaling=longrope", f"scaling.long=[{divisors}]")
