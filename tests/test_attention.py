@@ -125,22 +125,37 @@ def test_alibi_without_a_mask_equals_alibi_with_one(dtype, tolerance):
 # ---- the output gate ----
 
 
-def test_the_gate_of_elements_equals_qwen3_next():
-    """transformers' model with full attention in all layers and no experts; its norms multiply by 1 + weight."""
-    t = helpers.import_or_skip("transformers")
+ROPE = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0}
+FAMILIES = {
+    "Qwen3Next": ({"num_experts": 0, "rope_parameters": ROPE}, {"attention.gate": "self_attn.gate"}),
+    "Lfm3": (
+        {"use_sandwich_norm": False, "norm_eps": 1e-6, "rope_parameters": {"full_attention": ROPE}},
+        {"norm1": "operator_norm", "norm2": "ffn_norm", "attention.gate": "self_attn.g_proj"}
+        | {"mlp.up": ("feed_forward.w1", "feed_forward.w3"), "mlp.down": "feed_forward.w2"},
+    ),
+}
+
+
+@pytest.mark.parametrize("gate, family", [("element", "Qwen3Next"), ("head", "Lfm3")])
+def test_the_gate_equals_that_of_transformers(gate, family):
+    """Models with full attention in all layers and no experts; Qwen3-Next's norms multiply by 1 + weight."""
+    t, (settings, names) = helpers.import_or_skip("transformers"), FAMILIES[family]
     sizes = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
-    sizes |= {"num_key_value_heads": 2, "intermediate_size": 256, "num_experts": 0}
-    rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0}
-    config = t.Qwen3NextConfig(**sizes, layer_types=["full_attention"] * 2, rope_parameters=rope)
-    settings = ["model=qwen3", "model.head_dim=16", "model.tied_head=false", "model.mlp_width=256", "pos.base=100"]
-    model = model_of("rope", *settings, "model.attention_gate=element")
-    table = LLAMA_WEIGHTS._replace(layer=LLAMA_WEIGHTS.layer | {"attention.gate": "self_attn.gate"})
-    state = from_ours(table, helpers.train_settings(*helpers.SMALL, *settings).model, model.state_dict())
-    for name in [name for name in state if name.endswith("q_proj.weight")]:  # q and gate of a head together
-        q, gate = (x.unflatten(0, (4, 16)) for x in (state[name], state.pop(name.replace("q_proj", "gate"))))
-        state[name] = torch.cat((q, gate), dim=1).flatten(0, 1)
-    theirs = t.Qwen3NextForCausalLM(config).double().eval()
-    theirs.load_state_dict({name: x - 1 if "norm" in name else x for name, x in state.items()})
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 256, "tie_word_embeddings": False, "pad_token_id": None}
+    config = getattr(t, f"{family}Config")(**sizes, layer_types=["full_attention"] * 2, **settings)
+    given = ["model=qwen3", "model.head_dim=16", "model.tied_head=false", "model.mlp_width=256", "pos.base=100"]
+    model = model_of("rope", *given, f"model.attention_gate={gate}")
+    table = LLAMA_WEIGHTS._replace(layer=LLAMA_WEIGHTS.layer | names)
+    state = from_ours(table, helpers.train_settings(*helpers.SMALL, *given).model, model.state_dict())
+    if family == "Lfm3":
+        state["model.embedding_norm.weight"] = state.pop("model.norm.weight")
+    else:
+        for name in [name for name in state if name.endswith("q_proj.weight")]:  # q and gate of a head together
+            q, of_elements = (x.unflatten(0, (4, 16)) for x in (state[name], state.pop(name.replace("q_proj", "gate"))))
+            state[name] = torch.cat((q, of_elements), dim=1).flatten(0, 1)
+        state = {name: x - 1 if "norm" in name else x for name, x in state.items()}
+    theirs = getattr(t, f"{family}ForCausalLM")(config).double().eval()
+    theirs.load_state_dict(state)
     with torch.inference_mode():
         want = theirs(random_tokens()).logits
         assert (model(random_tokens()) - want).abs().max() < 1e-5 and want.abs().max() > 1

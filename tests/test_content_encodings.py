@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from engine import checkpoint
 from engine.device import store_in_bfloat16
@@ -194,36 +195,60 @@ def test_attention_is_the_papers_formula(pos, base, change, grad, monkeypatch):
     assert (got - want).abs().max() < (1e-6 if base is None else 1e-5)  # the tables of angles are float32
 
 
-def in_chunks(i: int, j: int) -> int:
-    """Relative positions of Dual Chunk Attention with chunks of 3 and a largest position of 5."""
+def in_chunks(i: int, j: int) -> tuple[int, int]:
+    """Dual Chunk Attention with chunks of 3 and a largest position of 5."""
     own, chunk = i // 3 * 3, j // 3 * 3
-    return i - j if chunk == own else (min(i - own + 3, 5) if chunk == own - 3 else 5) - (j - chunk)
+    return (i, j) if chunk == own else (min(i - own + 3, 5) if chunk == own - 3 else 5, j - chunk)
 
 
+def rope_score(model: gpt.GPT, h: int, q: torch.Tensor, k: torch.Tensor, m: float, n: float) -> torch.Tensor:
+    return Layer.rotated(q, model.pos.inv_freq * (m - n)) @ k
+
+
+def pope_score(model: gpt.GPT, h: int, q: torch.Tensor, k: torch.Tensor, m: float, n: float) -> torch.Tensor:
+    """Arxiv 2509.10534: a frequency for each dimension, and a learned angle."""
+    angle = (n - m) * 10000.0 ** (-torch.arange(16).double() / 16) + model.blocks[0].attention.content.delta[h]
+    return (F.softplus(q) * F.softplus(k) * angle.cos()).sum()
+
+
+def fope_score(model: gpt.GPT, h: int, q: torch.Tensor, k: torch.Tensor, m: float, n: float) -> torch.Tensor:
+    """Arxiv 2412.17739: at L = 32 two pairs turn once; their cosines and sines are sums of the two."""
+
+    def turned(x: torch.Tensor, position: float) -> torch.Tensor:
+        angle = position * 10000.0 ** (-torch.arange(8).double() / 8) * (torch.arange(8) < 2)
+        cos, sin = (angle.cos() @ model.pos.sums[0]).repeat(2), (angle.sin() @ model.pos.sums[1]).repeat(2)
+        return x * cos + torch.cat((-x[8:], x[:8])) * sin
+
+    return turned(q, m) @ turned(k, n)
+
+
+SCORES = {"pope": pope_score, "fope": fope_score}
+# Knobs -> as if at which positions queries i and keys j are rotated
 MAPS = {
-    "rerope": ({"kind": "rerope", "size": 5}, lambda i, j: min(i - j, 5)),
+    "pi": ({"kind": "pi", "factor": 3.0}, lambda i, j: (i / 3, j / 3)),
+    "rerope": ({"kind": "rerope", "size": 5}, lambda i, j: (i, j) if i - j < 5 else (5, 0)),
     "dual_chunk": ({"kind": "dual_chunk", "size": 5, "local": 2}, in_chunks),
 }
 
 
 @pytest.mark.parametrize("name", MAPS)
-@pytest.mark.parametrize("pos", ["fox", "ssmax", "sink_logits"])
-def test_maps_of_positions_and_logn_apply_to_rotary_encodings_that_see_content(pos, name):
-    """The reference is the same layer with other relative positions, and with a factor on its queries."""
+@pytest.mark.parametrize("pos", ["fox", "ssmax", "sink_logits", *SCORES])
+def test_frequencies_maps_of_positions_and_logn_apply_to_all_that_rotate(pos, name):
+    """The reference is the same layer with other positions, and with a factor on its queries."""
     model, tokens = model_with(pos, "pos.base=10000"), random_tokens(1, 10)
     trained = TrainedContext(pos, 6, model.pos.inv_freq)
-    knobs, relative = MAPS[name]
+    knobs, place = MAPS[name]
     change = resolve(knobs, trained, 10, 10, [{"kind": "logn"}])
     with torch.no_grad():
-        layer, unrotated = Layer(model, tokens, 10000.0), Layer(model, tokens, None)
+        layer = Layer(model, tokens, None)
 
-        def mapped(h: int, i: int, j: int) -> torch.Tensor:
-            angle = model.pos.inv_freq * relative(i, j)
-            q = Layer.rotated(unrotated.q[i, h], angle)
-            return q @ unrotated.k[j, h] / 4 * max(1, math.log(i + 1) / math.log(6))
+        def score(h: int, i: int, j: int) -> torch.Tensor:
+            factor = max(1, math.log(i + 1) / math.log(6))
+            return SCORES.get(pos, rope_score)(model, h, layer.q[i, h], layer.k[j, h], *place(i, j)) / 4 * factor
 
-        layer.score = mapped
-        want = layer.output(lambda i: range(i + 1), REFERENCES[pos](layer))
+        layer.score = score
+        plain = lambda layer: lambda h, i, keys: softmax([layer.score(h, i, j) for j in keys])  # noqa: E731
+        want = layer.output(lambda i: range(i + 1), REFERENCES.get(pos, plain)(layer))
         assert (attention_output(model, tokens, change) - want).abs().max() < 1e-5
         assert (attention_output(model, tokens, NO_CHANGE) - want).abs().max() > 1e-3
 

@@ -33,11 +33,12 @@ FOUR_LAYERS: dict[str, list[tuple[float | str | None, int | None]]] = {
 
 def model_with(layers: str, *overrides: str) -> gpt.GPT:
     """A float64 model of four layers."""
-    return model_of("rope", "model.n_layers=4", f"layers={layers}", *overrides)
+    pos = train_settings(f"layers={layers}").pos["kind"]  # gpt_oss has its own
+    return model_of(pos, "model.n_layers=4", f"layers={layers}", *overrides)
 
 
 def context_of(layers: str, *overrides: str) -> tuple[gpt.GPT, TrainedContext]:
-    cfg = train_settings("pos=rope", *SMALL, "model.n_layers=4", f"layers={layers}", *overrides)
+    cfg = train_settings(*SMALL, "model.n_layers=4", f"layers={layers}", *overrides)
     return (model := model_with(layers, *overrides)), gpt.trained_context(cfg, model.pos)
 
 
@@ -338,7 +339,7 @@ def test_a_trained_scaling_stays_under_a_control_and_is_replaced_by_another_meth
 # ---- decoding ----
 
 
-@pytest.mark.parametrize("name", FOUR_LAYERS)
+@pytest.mark.parametrize("name", [*FOUR_LAYERS, "gpt_oss"])
 @pytest.mark.parametrize("method", ["none", "window", "dynamic_ntk", "logn", "window_sink"])
 def test_cached_decoding_equals_a_full_forward(name, method):
     (model, trained), tokens = context_of(name), random_tokens(1, 80)

@@ -230,27 +230,6 @@ def test_proportional_rotary_rotates_the_fast_pairs_at_the_full_heads_frequencie
     assert torch.equal(rotated[..., fast], want[..., fast]) and torch.equal(rotated[..., slow], q[..., slow])
 
 
-# ---- FoPE ----
-
-
-def test_fope_rotates_by_sums_of_the_frequencies_that_complete_a_rotation():
-    """The authors' FourierEmbedding differs by 3e-6 with these coefficients, but for the pairs that stand still."""
-    encoding = encoding_of("fope", "pos.context=100", "pos.gain=0.5").double()
-    theta = [10000 ** (-2 * i / 16) for i in range(3)]  # the next one rotates 100 * 0.032 / 2 pi times
-    assert encoding.inv_freq.tolist() == pytest.approx(theta)
-    q, positions = torch.randn(1, 3, 2, 16, dtype=torch.float64), [0, 5, 1000]
-    rotated, _ = encoding.rotate(q, q, encoding.prepare(torch.tensor(positions), NO_CHANGE))
-    for t, m in enumerate(positions):
-        for i in range(8):
-            cos, sin = float(i > 2), 0.0
-            for j in range(3 if i < 3 else 0):
-                cos += encoding.sums[0, j, i].item() * math.cos(m * theta[j])
-                sin += encoding.sums[1, j, i].item() * math.sin(m * theta[j])
-            x, y = q[0, t, :, i], q[0, t, :, i + 8]
-            assert torch.allclose(rotated[0, t, :, i], x * cos - y * sin, atol=1e-5)
-            assert torch.allclose(rotated[0, t, :, i + 8], y * cos + x * sin, atol=1e-5)
-
-
 # ---- xPos ----
 
 

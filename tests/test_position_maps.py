@@ -1,6 +1,6 @@
 """SelfExtend, Dual Chunk Attention, STRING, LaMPE: the relative positions of every pair, written out by loops.
 
-tests/test_upstream.py compares SelfExtend and Dual Chunk Attention with outputs of the authors' code.
+tests/test_upstream.py compares them with outputs of the authors' code.
 """
 
 import pytest

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from model.attention import Where
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
+from model.scaling.lampe import Grained
 from tests.helpers import encoding_of, model_of
 from tests.upstream import CASES, FILE, projection, wave
 
@@ -113,6 +114,21 @@ def test_resonance_equals_its_authors(given: dict[str, Any], want: Tensor):
     assert encoding.frequencies(ContextChange(inv_freq=fast)).item() == 2 * math.pi
 
 
+@frozen("fope")
+def test_fope_equals_its_authors(given: dict[str, Any], want: Tensor):
+    """Under PI, too. The pairs that stand still have a sine of 1 there, like their cosine."""
+    L, n, T, H, D = (given[key] for key in ("L", "n", "T", "H", "D"))
+    encoding = encoding_of("fope", f"model.n_heads={H}", f"model.width={H * D}", f"pos.context={L}")
+    M, positions = len(encoding.inv_freq), torch.arange(n - T, n)
+    encoding.sums = torch.eye(D // 2).repeat(2, 1, 1).double()
+    encoding.sums[:, :M, :M] += 0.3 * wave(15, 2, M, M)
+    tables = encoding.prepare(positions, ContextChange(inv_freq=encoding.inv_freq / given["factor"]))
+    assert (tables.q[1, :, M:] == 0).all()
+    tables.q[1, :, M:] = 1
+    q = wave(1, 1, T, H, D)
+    check(encoding.rotate(q, q, tables)[0][0], want)
+
+
 def bias(pos: str, given: dict[str, Any], knobs: list[str], parameters: dict[str, Tensor]) -> Tensor:
     """[H, T, T], and 0 where the key is after the query."""
     encoding, positions = encoding_of(pos, "model.n_heads=2", *knobs).double(), torch.arange(given["T"])
@@ -161,3 +177,28 @@ def test_dual_chunk_equals_chunkllama(given: dict[str, Any], want: Tensor):
     assert change.attention_factor == 1
     factor = 1 + 0.05 * math.log(given["T"] / given["unscaled"])
     check(layer.output(ContextChange(position_map=change.position_map, attention_factor=factor)), want)
+
+
+@frozen("string")
+def test_string_equals_its_authors(given: dict[str, Any], want: Tensor):
+    layer = Layer(given, "rope")
+    change = layer.scaled({"kind": "string", "size": given["size"], "local": given["local"]}, given["T"])
+    check(layer.output(change), want)
+
+
+@frozen("lampe")
+def test_lampe_is_its_authors_map_but_for_their_rounding(given: dict[str, Any], want: Tensor):
+    """They round down the position of each token and of the offset, so a distance may differ by less than 2.
+
+    Their `mapped` distances are those of the whole text, compressed; head and tail come in addition.
+    """
+    head, tail, n = (given[key] for key in ("head", "tail", "n"))
+    M = head + tail + given["mapped"] / (n - 1) * (n - head - tail)
+    for m, row in zip(given["queries"], want, strict=True):
+        k = torch.arange(0, m + 1, given["step"])
+        got = (m - k).double()
+        for region in Grained(head, tail, n, round(M)).regions():
+            far = region.start + (region.q(m) - region.start - region.k(k)) / region.slow
+            got = torch.where(k < region.end(m), far, got)
+        differ = got - row[: len(k)]
+        assert differ.abs().max() < 2 and (differ[m - k < head] == 0).all()

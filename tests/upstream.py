@@ -102,6 +102,21 @@ def resonance(file: Path, D: int, L: int, factor: float) -> Tensor:
     return torch.stack([module.r_wavelengths for module in modules])
 
 
+def fope(file: Path, L: int, factor: float, n: int, T: int, H: int, D: int) -> Tensor:
+    """Queries at the last T of n positions, under PI. One set of coefficients for all heads."""
+    enums = ("ActivationType", "BlockType", "InitFnType", "LayerNormType")
+    given = {"dataclass": lambda x: x, "BaseConfig": object, **dict.fromkeys(enums, mock.MagicMock())}
+    config = definitions(file.with_name("config.py"), "ModelConfig", **given).ModelConfig()  # all others are defaults
+    vars(config).update(d_model=H * D, n_heads=H, rope_clamp_floor_freq=True, rope_clamp_floor_to_zero=True)
+    vars(config).update(fourier=True, len_extra=True, len_extra_orig_length=L, max_sequence_length=int(factor * L))
+    given = {"_non_meta_init_device": lambda _: torch.device("cpu")}
+    module = definitions(file, "RotaryEmbedding", "FourierEmbedding", **given).FourierEmbedding(config, {})
+    M = module.input_dim
+    cosines, sines = torch.eye(M) + 0.3 * wave(15, 2, M, M)
+    module.cos_coef.data, module.sin_coef.data = (x.float().expand(H, M, M) for x in (cosines, sines))
+    return module(wave(1, 1, T, H, D).transpose(1, 2), n)[0].transpose(0, 1)
+
+
 def kerple(file: Path, T: int, p: list[float], a: list[float]) -> Tensor:
     args = SimpleNamespace(num_attention_heads=len(p), pos_emb="", noise_seq_length=0, params_dtype=torch.float64)
     with mock.patch("torch.cuda.current_device", return_value="cpu"):
@@ -179,7 +194,76 @@ def dual_chunk(file: Path, L: int, local: int | None, unscaled: int, T: int, H: 
     return torch.cat(rows).view(T, H, D)
 
 
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor, None]:
+    """What flash_attn has for q [B, S, H, D] and k, v [B, T, H or G, D]: the output, and logsumexp of scores [B, H, S].
+
+    Causal, and without a window.
+    """
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    hidden = torch.ones(q.shape[1], k.shape[1]).triu(1 + k.shape[1] - q.shape[1]) > 0
+    scores = (torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5).masked_fill(hidden, -math.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1), None
+
+
+def string(file: Path, size: int, local: int, T: int, H: int, G: int, D: int) -> Tensor:
+    """Token by token with a cache from position `size` - 1 on, without their factor on cos and sin.
+
+    Their pass over a whole prompt counts the keys at distance `size` twice.
+    """
+    from transformers.models.llama.modeling_llama import repeat_kv, rotate_half
+
+    def decoding(q: Tensor, _k: None, _v: None, k: Tensor, v: Tensor, cache_seqlens: int) -> tuple[Tensor, ...]:
+        return flash_attn_func(q.transpose(1, 2), k, v)[:2]
+
+    names = ("_compute_default_rope_parameters", "RotaryEmbedding", "apply_rotary_pos_emb", "string_flash_forward")
+    given = {"rotate_half": rotate_half, "repeat_kv": repeat_kv, "flash_attn_func": flash_attn_func}
+    given |= {"do_flash_decoding": decoding, "diag_size": size, "local_window": local, "attention_factor": 1.0}
+    code = definitions(file, *names, "forward", **given)
+    (x, weight), rows = projection(T, H, G, D), []
+    layer = llama_layer(weight, code.RotaryEmbedding(D, T), H, G, D)
+    past = {0: torch.zeros(1, T, 2, G, D).double(), "cache_seqlens": torch.tensor([0])}
+    for m in torch.arange(T).split([size - 1, *[1] * (T - size + 1)]):
+        rows.append(code.forward(layer, x[None, m], position_ids=m[None], past_key_value=past)[0][0])
+    return torch.cat(rows).view(T, H, D)
+
+
+def lampe(file: Path, head: int, tail: int, mapped: int, n: int, queries: list[int], step: int) -> Tensor:
+    """The distances by which they rotate, of these queries and every step-th key: [queries, n / step].
+
+    Each q and k has two numbers: 1, which `rotary` multiplies by the position in place of a cosine, and the index.
+    """
+    from transformers.models.llama.modeling_llama import repeat_kv, rotate_half
+
+    distances = torch.zeros(len(queries), n).double()
+
+    def rotary(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos = torch.stack((positions, torch.ones(1, n)), dim=-1).double()
+        return cos, torch.zeros_like(cos)
+
+    def record(q: Tensor, k: Tensor, v: Tensor, window_size: list[int], **_: Any) -> tuple[None, None, None]:
+        for row, query in enumerate(queries):
+            place = query - int(q[0, 0, 0, 1])  # in a part of the text, of as many queries as keys
+            if place >= 0:
+                first = max(0, place - window_size[0]) if window_size[0] >= 0 else 0
+                keys = k[0, first : place + 1, 0]
+                distances[row, keys[:, 1].long()] = q[0, place, 0, 0] - keys[:, 0]
+        return None, None, None
+
+    names = ("map_ids", "find_chunk_last_index", "apply_rotary_pos_emb_map", "forward")
+    given = {"rotate_half": rotate_half, "repeat_kv": repeat_kv, "flash_attn_func": record}
+    given |= {"attention_factor": 1.0, "flash_prefill_merge": lambda *_: torch.zeros(1, n, 2).double()}
+    layer = llama_layer(torch.eye(2).repeat(3, 1).double(), rotary, 1, 1, 2)
+    layer.register_buffer = lambda name, x, persistent: setattr(layer, name, x)
+    past = {0: torch.zeros(1, n, 2, 1, 2), 1: torch.zeros(1, n, 1, 2).double(), "cache_seqlens": torch.tensor([0])}
+    x = torch.stack((torch.ones(n), torch.arange(n)), dim=-1).double()[None]
+    sizes = {"head": head, "tail": tail, "use_length": mapped}
+    code = definitions(file, *names, **given)
+    code.forward(layer, x, position_ids=torch.arange(n)[None], past_key_value=past, **sizes)
+    return distances[:, ::step]
+
+
 HEADS = {"H": 2, "G": 1, "D": 8}
+FOPE = {"L": 120, "n": 40, "T": 6, "H": 2, "D": 16}
 DAPE = "chuanyang-Zheng/DAPE/megatron/model/positional_embeddings.py"
 CASES: list[tuple[Any, str, dict[str, Any]]] = [
     (fox, "fla-org/flash-linear-attention/fla/ops/forgetting_attn/naive.py", {"window": None, "T": 12, **HEADS}),
@@ -202,6 +286,13 @@ CASES: list[tuple[Any, str, dict[str, Any]]] = [
         resonance,
         "sheryc/resonance_rope/src/models/components/positional_embedding/rotary_resonance.py",
         {"D": 32, "L": 64, "factor": 4.0},
+    ),
+    *((fope, "TsinghuaC3I/Fourier-Position-Embedding/olmo/model.py", {**FOPE, "factor": f}) for f in (1.0, 1.5)),
+    (string, "HKUNLP/STRING/string_for_llama.py", {"size": 8, "local": 3, "T": 24, **HEADS}),
+    (
+        lampe,
+        "scar-on/LaMPE/llama_cache1.py",
+        {"head": 512, "tail": 211, "mapped": 4501, "n": 32768, "queries": [16384, 32767], "step": 509},
     ),
 ]
 
