@@ -142,11 +142,11 @@ def parts_section(rows: Rows) -> list[str]:
     for multiple in (2, 4, 8):
         n = multiple * L
         for label in dict.fromkeys(label for run, label, m in rows.by_condition if (run, m) == ("rope", n)):
-            tax, reward = (part_of_gain(rows, "rope", label, n, near) for near in (True, False))
-            if len(tax) and label != "window":
+            parts = [part_of_gain(rows, "rope", label, n, near) for near in (True, False)]
+            if len(parts[0]) and label != "window":
                 share = share_of_headroom(rows, label, n)
-                in_percent = interval_text(*(100 * x for x in share), ".0f") if share else ""
-                lines.append(line([f"{multiple} L", f"`{label}`", *map(text, map(estimate, (tax, reward))), in_percent]))
+                percent = interval_text(*(100 * x for x in share), ".0f") if share else ""
+                lines.append(line([f"{multiple} L", f"`{label}`", *(text(estimate(part)) for part in parts), percent]))
     names = ["n", "method", "tax: no antecedent, or < 64 tokens back", "reward: >= 64 tokens back"]
     return [*header([*names, "gain, % of the headroom"]), *lines] if lines else []
 
