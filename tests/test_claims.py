@@ -167,7 +167,7 @@ def test_every_claim_names_rows_that_the_plan_makes():
 
 def verdicts(rows: Rows) -> list[str]:
     """Of the claims about encodings that name runs of this study alone."""
-    lines = claims.claims_section(rows, read_claims("encodings", 256))
+    lines = claims.claims_section("encodings", rows, read_claims("encodings", 256))
     return [text.rsplit("|", 2)[1].strip() for text in lines]
 
 
@@ -197,7 +197,7 @@ def test_claims_about_encodings_have_the_sign_of_their_text(better):
             rise = 2 if label == "logn" else 5 - rise
         return 3 + 0.1 * rise * max(0, math.log2(n / 256))
 
-    lines = claims.claims_section(encoding_rows((0, 1, 2, 3), loss), read_claims("encodings", 256))
+    lines = claims.claims_section("encodings", encoding_rows((0, 1, 2, 3), loss), read_claims("encodings", 256))
     found = {text.split("|")[1].strip(): text.rsplit("|", 2)[1].strip("* ") for text in lines}
     numbers = ("7", "8", "33", "L1", "L3", "L7", "L8", "L9", "L10", "L11", "L12", "L13")
     assert {number: found[number] for number in numbers} == dict.fromkeys(numbers, HOLDS if better else REFUTED)
