@@ -112,28 +112,44 @@ def share_of_headroom(rows: Rows, label: str, n: int) -> tuple[float, float, flo
 # ---- the sections; L: the trained context ----
 
 
+def chance(losses: np.ndarray, trainings: int) -> float:
+    """What 95 % of the differences stay below, of the mean of so many trainings with that of so many others, nats.
+
+    losses: of trainings that differ only in the seed.
+    """
+    return float(half_width(2 * losses.var(ddof=1) / trainings, len(losses) - 1))
+
+
 def noise_section(rows: Rows) -> list[str]:
     """By how much trainings of rope differ that differ only in the seed."""
     lines = []
     for n in rows.lengths("rope"):
         losses = rows.losses("rope", "none", n)
         if len(losses) > 1:
-            sd, S = losses.std(ddof=1), len(losses)
-            one, four = (float(half_width(2 * sd**2 / size, S - 1)) for size in (1, FEWEST))
-            lines.append(line([str(n), str(S), f"{sd:.3f}", f"{np.ptp(losses):.3f}", f"{one:.3f}", f"{four:.3f}"]))
+            found = losses.std(ddof=1), np.ptp(losses), chance(losses, 1), chance(losses, FEWEST)
+            lines.append(line([str(n), str(len(losses)), *(f"{nats:.3f}" for nats in found)]))
     return lines
 
 
-def rope_section(rows: Rows) -> list[str]:
-    """RoPE with every scaling method: perplexity, then gain over the bar past L. Sorted by the loss at 2 L."""
-    L, ns = rows.trained_ctx, rows.lengths("rope")
+def rope_methods(rows: Rows) -> list[str]:
+    """The labels of the methods that rope was evaluated with past L, by the loss at 2 L."""
+    L = rows.trained_ctx
     labels = {label for run, label, n in rows.by_condition if run == "rope" and n > L and "=" not in label}
-    methods = sorted(labels, key=lambda label: rows.losses("rope", label, 2 * L).mean())
-    table = [line([f"`{m}`", *(perplexity(rows, "rope", m, n) for n in ns)]) for m in methods]
-    beyond = [n for n in ns if n > L]
-    gains = {f"`{m}`": [gain(rows, "rope", m, n) for n in beyond] for m in methods}
-    found = [*header(["", *(f"n = {n}" for n in ns)]), *table, "", "Gain over the bar:", ""]
-    return found + gain_table([f"{n / L:g} L" for n in beyond], gains)
+    return sorted(labels, key=lambda label: rows.losses("rope", label, 2 * L).mean())
+
+
+def rope_section(rows: Rows) -> list[str]:
+    """RoPE with every scaling method: perplexity."""
+    ns = rows.lengths("rope")
+    table = [line([f"`{m}`", *(perplexity(rows, "rope", m, n) for n in ns)]) for m in rope_methods(rows)]
+    return [*header(["", *(f"n = {n}" for n in ns)]), *table]
+
+
+def gains_section(rows: Rows) -> list[str]:
+    """RoPE with every scaling method: gain over the bar past L."""
+    beyond = [n for n in rows.lengths("rope") if n > rows.trained_ctx]
+    gains = {f"`{m}`": [gain(rows, "rope", m, n) for n in beyond] for m in rope_methods(rows)}
+    return gain_table([f"{n / rows.trained_ctx:g} L" for n in beyond], gains)
 
 
 def parts_section(rows: Rows) -> list[str]:
@@ -240,6 +256,7 @@ def rope_report() -> str:
         **about,
         noise=noise_section(rows),
         methods=rope_section(rows),
+        gains=gains_section(rows),
         parts=parts_section(rows) or missing,
         deployed=deployed_section(rows) or missing,
         finetune=finetune_section(rows) or missing,
