@@ -5,8 +5,8 @@ Behind each number stands a comment that says what it is, and that a rendered pa
     +0.033 [+0.012, +0.054]<!--gain rope yarn @2 > 0-->
 
 The command writes the numbers again, in the form in which they stand there, and lists them in results/numbers.md. One
-number is the mean, two (`23 to 40`) are the ends of the interval or of the range over seeds, three are all of them; with %
-they are in hundredths. A comment is one of
+number is the mean, two (`23 to 40`) are the ends of the interval or of the range over seeds, three are all;
+with a % behind them they are in hundredths. A comment is one of
 
     WHAT CONDITION [in FILE [PART]]    WHAT: one of MEASURES, or a column of the rows (loss, in_window, documents ...).
                                        CONDITION: as in claims.yaml. FILE: of rows in results/, without .jsonl; or rope
