@@ -1,6 +1,7 @@
 """What all figures share: colours and dashes, axes, labels at the ends of lines, files."""
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,13 +100,13 @@ def draw_curves(
 ) -> Any:
     """A figure with the curves as lines with bands, and marks at the trained contexts. levels: of dotted lines.
 
-    Of more than MOST curves it has no scaling, the window control, and the best ones at their longest length.
+    Of more than MOST curves it has the first ones of `by_importance`.
     nats: per token for each bit per byte, if that is the unit; then a second axis shows perplexities.
     """
     fig, ax = pyplot().subplots(figsize=(9, 5.2))
-    ranked = sorted(curves, key=lambda c: (c.label not in ("none", "window"), c.overall[-1].loss))
-    title += f"; {MOST} of {len(curves)} curves: controls and the best" if len(curves) > MOST else ""
-    ends, curves = [], [curve for curve in curves if curve in ranked[:MOST]]
+    chosen = by_importance(curves)[:MOST]
+    title += f"; {MOST} of {len(curves)} curves: the best and the controls of each run" if len(curves) > MOST else ""
+    ends, curves = [], [curve for curve in curves if curve in chosen]
     for curve in curves:
         (style, text), ns, (y, low, high) = curve_style(curve, curves), [row.n for row in curve.overall], values(curve)
         ax.plot(ns, y, **style)
@@ -130,6 +131,18 @@ def draw_curves(
     ax.set(xlabel="context length n, tokens", ylabel=ylabel)
     end_labels(ax, ends)
     return fig
+
+
+def by_importance(curves: Sequence[Curve]) -> list[Curve]:
+    """The best method of each group at its longest length, then the controls of each, then the other methods."""
+    groups = defaultdict(list)
+    for curve in sorted(curves, key=lambda c: c.overall[-1].loss):
+        groups[curve.group].append(curve)
+    ranked = []
+    for group in groups.values():
+        best = next((c for c in group if c.label not in NAMES), None)
+        ranked += enumerate(sorted(group, key=lambda c: (c is not best, c.label not in NAMES)))
+    return [curve for _, curve in sorted(ranked, key=lambda x: x[0])]
 
 
 def curve_style(curve: Curve, curves: Sequence[Curve]) -> tuple[dict[str, Any], str]:

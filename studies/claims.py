@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from conf.errors import user_errors
+from conf.errors import UserError, user_errors
 from measure.groups import FEWEST
 from measure.intervals import Estimate, interval_text, q_values
 from model.spectrum import frequencies
@@ -152,8 +152,7 @@ def read_claims(plan: str, L: int) -> list[Claim]:
 def read_check(text: str, L: int) -> Check:
     """The check that this text describes, whose lengths are in trained contexts L, with its lengths in tokens."""
     first, relation, second, by, since = fully(CHECK, text)
-    conditions = (fully(CONDITION, at) for at in (first, second))
-    a, b = (At(run, label or "none", round(float(n) * L)) for run, label, n in conditions)
+    a, b = (read_condition(text, L) for text in (first, second))
     if a.run == "decay":
         return DecayCheck(a, b)
     if relation == ">":
@@ -162,10 +161,16 @@ def read_check(text: str, L: int) -> Check:
     return Check(a, b, of_this_length, less=True)
 
 
+def read_condition(text: str, L: int) -> At:
+    """`rope yarn @2`"""
+    run, label, n = fully(CONDITION, text)
+    return At(run, label or "none", round(float(n) * L))
+
+
 def fully(pattern: str, text: str) -> Sequence[Any]:
     match = re.fullmatch(pattern, text)
     if not match:
-        raise ValueError(f"claims.yaml: not a check: {text}")
+        raise UserError(f"{text}: not as studies/claims.py describes it")
     return match.groups()
 
 
@@ -245,7 +250,14 @@ def with_q(p_of: Sequence[float | None]) -> list[float | None]:
     return [None if p is None else next(q) for p in p_of]
 
 
-def claims_section(rows: Rows, claims: Sequence[Claim]) -> list[str]:
+def origin(claim: Claim, plan: str) -> str:
+    """The file of the rows that test a claim, and the command that measures them."""
+    if any(isinstance(check, DecayCheck) for check in claim.checks):
+        return "`python -m studies.decay`"
+    return f"`{plan}.jsonl`, `python -m studies.matrix --plan {plan}`" if claim.checks else ""
+
+
+def claims_section(plan: str, rows: Rows, claims: Sequence[Claim]) -> list[str]:
     """The lines of the table of these claims, those by construction last."""
     results = sorted((measure(claim, rows) for claim in claims), key=lambda x: bool(x.claim.by_construction))
     tested = [x.p and not x.claim.by_construction and not x.claim.budget for x in results]
@@ -257,7 +269,7 @@ def claims_section(rows: Rows, claims: Sequence[Claim]) -> list[str]:
         verdict = f"by construction: {claim.by_construction}" if claim.by_construction else x.verdict(q_of_claim)
         verdict = f"**{verdict}**" + (", one seed" if one and verdict in (HOLDS, REFUTED) else "")
         cells = [str(claim.number), claim.claim, f"{claim.source}: {claim.reported}", measured]
-        cells.append("" if claim.by_construction else str(x.seeds))
+        cells += [origin(claim, plan), "" if claim.by_construction else str(x.seeds)]
         lines.append(line([*cells, q_text(q_of_claim), verdict]))
     return lines
 
@@ -287,7 +299,7 @@ def report() -> str:
     files = {plan: read_rows(RESULTS / f"{plan}.jsonl") for plan in ("rope", "encodings")}
     L = files["rope"].trained_ctx
     margins = {"between": margins_text(MARGINS_BETWEEN_RUNS), "within": margins_text(MARGINS_WITHIN_A_RUN)}
-    tables = {plan: claims_section(rows, read_claims(plan, L)) for plan, rows in files.items()}
+    tables = {plan: claims_section(plan, rows, read_claims(plan, L)) for plan, rows in files.items()}
     return fill("claims.md", L=L, alpha=ALPHA, fewest=FEWEST, **margins, pi=pi_section(files["rope"]), **tables)
 
 

@@ -26,7 +26,8 @@ BASES = (1, 100, 500, 5000, 50000)  # 10000 is in the panel of the scalings
 SCALINGS = ("none", "pi", "ntk", "yarn")  # at base 10000
 # Below the figure; D: head_dim
 SYMBOLS = """D = {D} is the width of a head, θᵢ = base^(-2i/D) the angle by which pair i rotates per token, in radians.
-Score = 2/D · B(m), where B(m) = Σᵢ cos(m θᵢ) (Men et al. 2024). All lines are means over 64 distances.
+Score = 2/D · B(m), where B(m) = Σᵢ cos(m θᵢ) (Men et al. 2024), which is PE(t) · PE(t + m) of sinusoidal embeddings.
+All lines are means over 64 distances.
 Su's bound = 2/D · Σⱼ |Σ_(i<j) exp(√-1 · m θᵢ)|: the score of any q and k is at most this times a factor that
 depends on q and k, but not on m (RoFormer, section 3.4.3)."""
 

@@ -25,7 +25,7 @@ from measure import plots
 from measure.curves import read_curve, write_jsonl
 from measure.intervals import Estimate, estimate, interval_text
 from studies.jobs import Stopped, run_script
-from studies.rows import RESULTS, Rows, StudyRow, fill, header, line, read_rows
+from studies.rows import RESULTS, Rows, StudyRow, difference, fill, header, line, read_rows
 
 CORPORA = {"sympy": "code", "books": "books"}
 SWEEPS = (("scaling=pi,ntk,yarn,llama3",), ("scaling=rerope", "plus=logn"))  # none and window come with every method
@@ -90,25 +90,26 @@ def show(result: Estimate) -> str:
     return interval_text(result.mean, *result.interval)
 
 
-def order(gains: Gains, a: str, b: str, factor: float) -> tuple[str, str]:
+def order(rows: Rows, run: str, a: str, b: str, factor: float) -> tuple[str, str]:
     """(a, b or ?: the method with the larger gain if the interval excludes 0; the difference). Empty if unknown."""
-    if (a, factor) not in gains or (b, factor) not in gains:
+    n = round(factor * rows.trained_ctx)
+    gain_less_gain = difference(rows.find(run, b, n), rows.find(run, a, n))
+    if not len(gain_less_gain):
         return "", ""
-    seeds = min(len(gains[a, factor]), len(gains[b, factor]))  # some methods were evaluated on the first ones only
-    result = estimate(gains[a, factor][:seeds] - gains[b, factor][:seeds])
+    result = estimate(gain_less_gain)
     low, high = result.interval
     return ("a" if low > 0 else "b" if high < 0 else "?"), show(result)
 
 
-def compare_orders(real: dict[str, Gains], tiny: Gains) -> list[str]:
+def compare_orders(real: dict[str, Rows], tiny: Rows | None) -> list[str]:
     """A table of all pairs of methods: their difference in the real model on each corpus and in the small one."""
     lines = header(["n / L", "a - b", *(f"real, {text}" for text in CORPORA.values()), "small, code", "order"])
     for factor in FACTORS[1:]:
         for a, b in itertools.combinations(METHODS, 2):
-            theirs = [order(real[corpus], a, b, factor) for corpus in CORPORA]
-            ours, difference = order(tiny, a, b, factor)
+            theirs = [order(rows, rows.rows[0].name, a, b, factor) for rows in real.values()]
+            ours, text = order(tiny, TINY, a, b, factor) if tiny else ("", "")
             verdict = verdict_of([winner for winner, _ in theirs], ours)
-            lines.append(line([f"{factor:g}", f"{a} - {b}", *(text for _, text in theirs), difference, verdict]))
+            lines.append(line([f"{factor:g}", f"{a} - {b}", *(text for _, text in theirs), text, verdict]))
     return lines
 
 
@@ -127,7 +128,7 @@ def verdict_of(real: list[str], tiny: str) -> str:
 # ---- tables and figure ----
 
 
-def tables(args: argparse.Namespace, real: dict[str, Rows], tiny: Gains) -> str:
+def tables(args: argparse.Namespace, real: dict[str, Rows], tiny: Rows | None) -> str:
     """The content of results/real.md. real: corpus -> its rows."""
     first = next(iter(real.values())).rows[0]
     counts = {corpus: rows.rows[0].documents for corpus, rows in real.items()}
@@ -144,7 +145,7 @@ def tables(args: argparse.Namespace, real: dict[str, Rows], tiny: Gains) -> str:
     small = f"small: `{TINY}` of rope.jsonl, at the same n / L"
     decided = "The order is decided where the interval excludes 0."
     lines.append(f"Gain of a minus gain of b, nats per token. {small}. {decided}\n")
-    lines += compare_orders({corpus: gains_of(rows, rows.rows[0].name) for corpus, rows in real.items()}, tiny)
+    lines += compare_orders(real, tiny)
     return fill("real.md", tokens=args.scored_tokens, **about, sections=lines)
 
 
@@ -212,10 +213,9 @@ def main() -> None:
     panels = {
         f"{rows.rows[0].run}, {CORPORA[corpus]}": gains_of(rows, rows.rows[0].name) for corpus, rows in real.items()
     }
-    tiny = {}
-    if args.tiny.exists():
-        rows = read_rows(args.tiny)
-        tiny = panels[f"small model of the study (L = {rows.trained_ctx}), code"] = gains_of(rows, TINY)
+    tiny = read_rows(args.tiny) if args.tiny.exists() else None
+    if tiny:
+        panels[f"small model of the study (L = {tiny.trained_ctx}), code"] = gains_of(tiny, TINY)
     write_jsonl(args.out / "real.jsonl", [row for rows in real.values() for row in rows.rows])
     text = tables(args, real, tiny)
     write_atomically(args.out / "real.md", lambda f: f.write(text.encode()))

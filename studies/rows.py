@@ -151,14 +151,15 @@ def compare(a: Seeds, b: Seeds, since: Sequence[Seeds] = ()) -> Estimate | None:
 # ---- reading ----
 
 
-def read_rows(path: Path) -> Rows:
-    """The rows in a file that studies.matrix wrote. UserError if it is missing or damaged."""
+def read_rows(path: Path, part: str = "") -> Rows:
+    """The rows in a file of a study, or those of one part of it. UserError if it is missing or damaged."""
     try:
         rows = [StudyRow(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
         raise UserError(f"{path}: not found: first python -m studies.matrix --plan {path.stem}") from None
     except (OSError, ValueError, TypeError):
         rows = []
+    rows = [row for row in rows if part in ("", row.part)]
     if not rows:
         raise UserError(f"{path}: not rows that studies.matrix wrote")
     if len({(row.task, row.texts) for row in rows}) > len({row.task for row in rows}):

@@ -35,6 +35,8 @@ def main() -> None:
     trained = TrainedContext("rope", L, frequencies(args.rotary_dim, args.base))
     turns = rotations(trained.inv_freq, L)
     print(f"{int((turns < 1).sum())} of {len(turns)} pairs never complete a rotation within {L} tokens")
+    longest = 2 * math.pi * args.base ** ((args.rotary_dim - 2) / args.rotary_dim)
+    print(f"longest wavelength, 2 pi b^((d - 2) / d): {longest:,.1f} tokens")
     bound, matched = base_bound(args.rotary_dim, L), scale_matched_base(args.rotary_dim, L)
     print(f"smallest base that keeps B(m) >= 0 up to {L} (arXiv 2405.14591): {bound:,.0f}")
     print(f"base whose slowest pair rotates as in Llama 2: {matched:,.0f}")

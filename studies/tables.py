@@ -14,7 +14,7 @@ from measure.groups import FEWEST
 from measure.intervals import Estimate, estimate, half_width, interval_text
 from studies.claims import q_text, with_q
 from studies.plan import EXTENSIONS, FACTOR
-from studies.rows import BAR, RESULTS, Rows, compare, contrast, difference, fill, header, line, read_rows
+from studies.rows import BAR, RESULTS, Rows, Seeds, compare, contrast, difference, fill, header, line, read_rows
 
 WIDE = 0.2  # nats: where the gains of seeds differ by more, they stand in place of an interval
 NEAR_GROUPS = ("none", "< 64")  # of targets that need no distant context, by their antecedent
@@ -82,30 +82,42 @@ def part_of_gain(rows: Rows, run: str, label: str, n: int, near: bool) -> np.nda
     return np.array(values)
 
 
+def fine_tuned(rows: Rows, n: int) -> Seeds:
+    """The better run that was fine-tuned at n tokens, directly or with YaRN, from the same seeds of rope."""
+    found = (rows.find(f"{method}-{n // rows.trained_ctx}L", "none", n) for method in ("none", "yarn"))
+    return min(filter(None, found), key=lambda seeds: difference(seeds, rows.find("rope", BAR, n)).mean(), default={})
+
+
 def headroom(rows: Rows, n: int) -> np.ndarray:
-    """How much lower the loss of the better fine-tuned run is than the better control's, [seeds, documents].
+    """How much lower the loss of the better fine-tuned run is than the better control's, [seeds, documents]."""
+    return difference(rows.find("rope", BAR, n), fine_tuned(rows, n))
 
-    It was fine-tuned at n tokens, directly or with YaRN, from the same seeds of rope.
+
+def share_of_headroom(rows: Rows, label: str, n: int) -> tuple[float, float, float] | None:
+    """The gain of rope with this method in the headroom, with its interval, on the seeds that have both.
+
+    By the variance of the linearised ratio. None without seeds, or without headroom.
     """
-    bars, multiple = rows.find("rope", BAR, n), n // rows.trained_ctx
-    tuned = [rows.find(f"{method}-{multiple}L", "none", n) for method in ("none", "yarn")]
-    found = [difference(bars, seeds) for seeds in tuned if seeds]
-    return max(found, key=np.mean, default=np.array([]))
-
-
-def share_of(gains: np.ndarray, most: np.ndarray) -> str:
-    """gains / most in % with its interval, by the variance of the linearised ratio; both [seeds, documents]."""
-    seeds = min(len(gains), len(most))
-    if not seeds or most.mean() <= 0:
-        return ""
-    gains, most = gains[:seeds], most[:seeds]
+    three = rows.find("rope", BAR, n), rows.find("rope", label, n), fine_tuned(rows, n)
+    shared = set.intersection(*map(set, three))
+    bar, method, tuned = ({seed: seeds[seed] for seed in shared} for seeds in three)
+    gains, most = difference(bar, method), difference(bar, tuned)
+    if not shared or most.mean() <= 0:
+        return None
     share = gains.mean() / most.mean()
-    rest = estimate(gains - share * most)
-    half = 100 * float(half_width(rest.variance, rest.df)) / most.mean()
-    return interval_text(100 * share, 100 * share - half, 100 * share + half, ".0f")
+    low, high = estimate(gains - share * most).interval  # around 0
+    return share, share + low / most.mean(), share + high / most.mean()
 
 
 # ---- the sections; L: the trained context ----
+
+
+def chance(losses: np.ndarray, trainings: int) -> float:
+    """What 95 % of the differences stay below, of the mean of so many trainings with that of so many others, nats.
+
+    losses: of trainings that differ only in the seed.
+    """
+    return float(half_width(2 * losses.var(ddof=1) / trainings, len(losses) - 1))
 
 
 def noise_section(rows: Rows) -> list[str]:
@@ -114,22 +126,30 @@ def noise_section(rows: Rows) -> list[str]:
     for n in rows.lengths("rope"):
         losses = rows.losses("rope", "none", n)
         if len(losses) > 1:
-            sd, S = losses.std(ddof=1), len(losses)
-            one, four = (float(half_width(2 * sd**2 / size, S - 1)) for size in (1, FEWEST))
-            lines.append(line([str(n), str(S), f"{sd:.3f}", f"{np.ptp(losses):.3f}", f"{one:.3f}", f"{four:.3f}"]))
+            found = losses.std(ddof=1), np.ptp(losses), chance(losses, 1), chance(losses, FEWEST)
+            lines.append(line([str(n), str(len(losses)), *(f"{nats:.3f}" for nats in found)]))
     return lines
 
 
-def rope_section(rows: Rows) -> list[str]:
-    """RoPE with every scaling method: perplexity, then gain over the bar past L. Sorted by the loss at 2 L."""
-    L, ns = rows.trained_ctx, rows.lengths("rope")
+def rope_methods(rows: Rows) -> list[str]:
+    """The labels of the methods that rope was evaluated with past L, by the loss at 2 L."""
+    L = rows.trained_ctx
     labels = {label for run, label, n in rows.by_condition if run == "rope" and n > L and "=" not in label}
-    methods = sorted(labels, key=lambda label: rows.losses("rope", label, 2 * L).mean())
-    table = [line([f"`{m}`", *(perplexity(rows, "rope", m, n) for n in ns)]) for m in methods]
-    beyond = [n for n in ns if n > L]
-    gains = {f"`{m}`": [gain(rows, "rope", m, n) for n in beyond] for m in methods}
-    found = [*header(["", *(f"n = {n}" for n in ns)]), *table, "", "Gain over the bar:", ""]
-    return found + gain_table([f"{n / L:g} L" for n in beyond], gains)
+    return sorted(labels, key=lambda label: rows.losses("rope", label, 2 * L).mean())
+
+
+def rope_section(rows: Rows) -> list[str]:
+    """RoPE with every scaling method: perplexity."""
+    ns = rows.lengths("rope")
+    table = [line([f"`{m}`", *(perplexity(rows, "rope", m, n) for n in ns)]) for m in rope_methods(rows)]
+    return [*header(["", *(f"n = {n}" for n in ns)]), *table]
+
+
+def gains_section(rows: Rows) -> list[str]:
+    """RoPE with every scaling method: gain over the bar past L."""
+    beyond = [n for n in rows.lengths("rope") if n > rows.trained_ctx]
+    gains = {f"`{m}`": [gain(rows, "rope", m, n) for n in beyond] for m in rope_methods(rows)}
+    return gain_table([f"{n / rows.trained_ctx:g} L" for n in beyond], gains)
 
 
 def parts_section(rows: Rows) -> list[str]:
@@ -138,10 +158,11 @@ def parts_section(rows: Rows) -> list[str]:
     for multiple in (2, 4, 8):
         n = multiple * L
         for label in dict.fromkeys(label for run, label, m in rows.by_condition if (run, m) == ("rope", n)):
-            tax, reward = (part_of_gain(rows, "rope", label, n, near) for near in (True, False))
-            if len(tax) and label != "window":
-                share, cells = share_of(rows.gain("rope", label, n), headroom(rows, n)), map(estimate, (tax, reward))
-                lines.append(line([f"{multiple} L", f"`{label}`", *map(text, cells), share]))
+            parts = [part_of_gain(rows, "rope", label, n, near) for near in (True, False)]
+            if len(parts[0]) and label != "window":
+                share = share_of_headroom(rows, label, n)
+                percent = interval_text(*(100 * x for x in share), ".0f") if share else ""
+                lines.append(line([f"{multiple} L", f"`{label}`", *(text(estimate(part)) for part in parts), percent]))
     names = ["n", "method", "tax: no antecedent, or < 64 tokens back", "reward: >= 64 tokens back"]
     return [*header([*names, "gain, % of the headroom"]), *lines] if lines else []
 
@@ -235,6 +256,7 @@ def rope_report() -> str:
         **about,
         noise=noise_section(rows),
         methods=rope_section(rows),
+        gains=gains_section(rows),
         parts=parts_section(rows) or missing,
         deployed=deployed_section(rows) or missing,
         finetune=finetune_section(rows) or missing,

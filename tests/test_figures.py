@@ -127,6 +127,17 @@ def test_with_several_encodings_the_colour_is_theirs_and_the_dashes_are_the_meth
     assert len({(line.get_color(), line.get_marker(), str(line._dash_pattern)) for line in lines}) == plots.MOST < 9
 
 
+def test_of_four_groups_a_picture_has_their_best_methods():
+    curves = [
+        curve_of(run, label, {64: 3.0, 128: 3 + 0.1 * i - 0.01 * j})
+        for i, run in enumerate("abcd")
+        for j, label in enumerate(("none", "window", "pi", "yarn"))
+    ]
+    chosen = [(c.group, c.label) for c in plots.by_importance(curves)]
+    assert chosen[:8] == [(run, label) for label in ("yarn", "window") for run in "abcd"]
+    assert {label for _, label in chosen[12:]} == {"pi"}
+
+
 # What is left of linear RGB with protanopia and deuteranopia (Machado et al. 2009, severity 1), and RGB -> XYZ (sRGB)
 PROTANOPIA = [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
 DEUTERANOPIA = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from studies import real
-from studies.rows import RESULTS, Rows, StudyRow, read_rows
-from tests.helpers import ROOT, write_documents
+from studies.rows import RESULTS, Rows, read_rows
+from tests.helpers import study_row, write_documents
 
 # The winners in the real model on code and on books, and in the small one -> what is said about them
 VERDICTS = """aaa the same | a?a the same | bba reversed | aba code and books differ | ??a undecided in the real
@@ -23,24 +23,27 @@ def test_an_order_is_compared_only_where_both_decide_it():
     assert real.verdict_of(["a", ""], "a") == real.verdict_of(["a", "a"], "") == ""
 
 
-def test_the_order_of_two_methods_is_paired_by_document():
-    """Documents differ by whole nats, the two methods by 0.1: only the paired difference decides."""
-    documents = np.random.default_rng(0).normal(size=(1, 12)) * 3
-    noise = np.random.default_rng(1).normal(size=(1, 12)) * 0.02
-    gains = {("yarn", 2.0): documents + 0.1 + noise, ("pi", 2.0): documents}
-    assert real.order(gains, "yarn", "pi", 2.0)[0] == "a" and real.order(gains, "pi", "yarn", 2.0)[0] == "b"
-    gains["pi", 2.0] = documents[:, ::-1]
-    assert real.order(gains, "yarn", "pi", 2.0)[0] == "?" and real.order(gains, "yarn", "ntk", 2.0) == ("", "")
+def test_the_order_of_two_methods_is_paired_by_document_and_seed():
+    """Documents and seeds differ by whole nats, the two methods by 0.1: only the paired difference decides."""
+    rng = np.random.default_rng(0)
+    level, noise = 20 + 3 * rng.normal(size=(3, 12)), 0.02 * rng.normal(size=(3, 12))
+
+    def order(of_pi: np.ndarray, a: str, b: str) -> str:
+        rows = [study_row("rope", "none", 256, 0, level[0].tolist())]
+        rows += [study_row("rope", "pi", 512, s, of_pi[s].tolist()) for s in (0, 1, 2)]
+        rows += [study_row("rope", "yarn", 512, s, (level + noise - 0.1)[s].tolist()) for s in (2, 1)]
+        return real.order(Rows(rows), "rope", a, b, 2.0)[0]
+
+    assert (order(level, "yarn", "pi"), order(level, "pi", "yarn"), order(level, "yarn", "ntk")) == ("a", "b", "")
+    assert order(level[:, ::-1], "yarn", "pi") == "?"
 
 
 def test_real_md_has_the_numbers_of_its_rows():
     """Its perplexities, gains and orders; the gains by distance have no rows."""
-    found = [json.loads(text) for text in (ROOT / "results/real.jsonl").read_text().splitlines()]
-    rows = {c: Rows([StudyRow(**row) for row in found if row["part"] == c]) for c in real.CORPORA}
-    gains = {corpus: real.gains_of(of_corpus, "smollm2") for corpus, of_corpus in rows.items()}
+    rows = {corpus: read_rows(RESULTS / "real.jsonl", corpus) for corpus in real.CORPORA}
     made = [line for of_corpus in rows.values() for line in real.gain_table(of_corpus)]
-    made += real.compare_orders(gains, real.gains_of(read_rows(RESULTS / "rope.jsonl"), "rope"))
-    published = (ROOT / "results/real.md").read_text().splitlines()
+    made += real.compare_orders(rows, read_rows(RESULTS / "rope.jsonl"))
+    published = (RESULTS / "real.md").read_text().splitlines()
     assert len(made) > 40 and [line for line in made if line not in published] == []
 
 

@@ -15,7 +15,7 @@ from conf.errors import UserError
 from model import spectrum
 from model.scaling import TrainedContext
 from studies import decay, recipe, spectrum as spectrum_study
-from tests.helpers import run_command, run_train
+from tests.helpers import encoding_of, run_command, run_train
 
 
 def rope(L: int = 256, D: int = 64, base: float = 10000.0) -> TrainedContext:
@@ -65,7 +65,8 @@ def test_spectrum_study_writes_picture_and_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["spectrum", "--ctx", "128", "--rotary-dim", "32", "--out", str(tmp_path / "s")])
     spectrum_study.main()
     out = capsys.readouterr().out
-    assert "yarn: warning: scaling.beta_fast=32" in out and (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    assert "yarn: warning: scaling.beta_fast=32" in out and "(d - 2) / d): 35,332.9 tokens" in out
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
     assert {f.suffix for f in tmp_path.iterdir()} == {".csv", ".png", ".svg", ".pdf"}
     rows = list(csv.DictReader((tmp_path / "s.csv").open()))
     assert len(rows) == 16
@@ -90,6 +91,26 @@ def test_decay_curves_are_sus_formula(base):
             want = sum(abs(sum(waves[: j + 1])) for j in range(D // 2)) * 2 / D
             assert bound[m].item() == pytest.approx(float(want), rel=1e-9)
             assert score[m].item() == pytest.approx(float(sum(2 * w.real for w in waves)) / D, abs=2e-6)
+
+
+def test_at_base_1_the_score_does_not_decay():
+    assert decay.score(spectrum.frequencies(64, 1.0), 2048) == pytest.approx(
+        torch.arange(2048).double().cos(), abs=2e-6
+    )
+
+
+@pytest.mark.parametrize("base, falls", [(10, False), (100, False), (10000, True)])
+def test_at_small_bases_the_score_falls_no_further(base, falls):
+    sizes = decay.score(spectrum.frequencies(64, base), 2048).unfold(0, 256, 256).square().mean(dim=1).sqrt()
+    assert (sizes[-1] < 0.7 * sizes[1]).item() == falls and (sizes[-1] > 0.9 * sizes[1]).item() != falls
+
+
+def test_sinusoidal_embeddings_have_the_products_of_all_ones_under_rope():
+    encoding, t = encoding_of("sinusoidal"), torch.arange(300)
+    with torch.no_grad():
+        embedded = encoding.embed(torch.zeros(1, 300, 64, dtype=torch.float64), t)[0] / encoding.scale
+    score = decay.score(spectrum.frequencies(64, 10000.0), 300)
+    assert embedded @ embedded.T == pytest.approx(32 * score[(t - t[:, None]).abs()], abs=1e-4)
 
 
 def test_decay_study_writes_picture_and_table(tmp_path, monkeypatch):

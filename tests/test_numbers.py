@@ -1,0 +1,66 @@
+"""The numbers of README.md and docs/findings.md: those of the committed rows, and on rows made by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from measure.intervals import estimate
+from studies import numbers
+from studies.rows import RESULTS, Rows
+from tests.helpers import ROOT, study_row as row
+
+NATS = {label: np.random.default_rng(3).normal(3 - gain, 0.05, (4, 6)) for label, gain in (("none", 0), ("yarn", 0.5))}
+
+
+@pytest.fixture
+def by_hand(monkeypatch):
+    """rope with four seeds at L and, with yarn, at 2 L; one run of alibi."""
+    rows = [row("rope", "none", 256, s, NATS["none"][s].tolist(), in_window=1 + s / 10) for s in range(4)]
+    rows += [row("rope", "yarn", 512, s, NATS["yarn"][s].tolist()) for s in range(4)]
+    rows.append(row("alibi", "none", 256, 0, [2.0, 2.0]))
+    monkeypatch.setattr(numbers, "read", lambda file, part: Rows(rows))
+    monkeypatch.setattr(numbers, "read_any", lambda file: [{"n": n, "hits": [1, 0, n]} for n in (0, 1)])
+
+
+def updated(text: str) -> tuple[str, list[str]]:
+    """(the text without comments, what is wrong)."""
+    found, _, wrong = numbers.update("page", f"# Title\n{text}")
+    return numbers.re.sub("<!--.*?-->", "", found).removeprefix("# Title\n"), wrong
+
+
+def test_numbers_are_written_in_the_form_that_stands_there(by_hand):
+    found = estimate(NATS["none"] - NATS["yarn"])
+    low, high = found.interval
+    difference = f"{found.mean:+.3f} [{low:+.3f},\n  {high:+.3f}]"
+    losses = NATS["none"].mean(axis=1)
+    text = """+9.999 [+9.999,\n  -9.999]<!--difference rope @1 - rope yarn @2 > 0--> 0<!--perplexity rope @1-->
+0.0 to 0.0<!--loss rope @1--> 1<!--seeds rope @1-->, 1,111.00<!--in_window rope @1 > 0--> 5 %<!--hits of tasks n=1-->"""
+    want = f"""{difference} {math.exp(losses.mean()):.0f}
+{losses.min():.1f} to {losses.max():.1f} 4, 1.15 67 %"""
+    assert updated(text) == (want, [])
+
+
+@pytest.mark.parametrize(
+    "text, wrong",
+    [
+        ("0.1 [0.0, 0.2]<!--difference rope @1 - rope yarn @2 < 0-->", "no longer right"),
+        ("0.1 [0.0, 0.2]<!--difference rope @1 - rope yarn @2 ? 0-->", "no longer right"),
+        ("0.1<!--difference rope @1 - alibi @1-->", "too few seeds"),
+        ("0.1<!--loss xpos @1-->", "no rows"),
+        ("0.1<!--hits of tasks n=2-->", "no such rows"),
+        ("0.1<!--los rope @1-->", "column of the rows"),
+        ("the loss is 2.5 at 2.5 L", "the loss is 2.5"),
+    ],
+)
+def test_what_the_rows_do_not_say_is_wrong(text, wrong, by_hand):
+    (found,) = updated(text)[1]
+    assert wrong in found
+
+
+def test_the_pages_have_the_numbers_of_the_rows_and_no_others():
+    texts, wrong = numbers.report()
+    assert wrong == [] and {path: (ROOT / path).read_text() for path in texts} == texts
+    assert texts["results/numbers.md"].count("\n| ") > 80
+    quick = numbers.BLOCK.search(texts["README.md"]).group(4)
+    assert {*quick.splitlines()} <= {f"    {line}" for line in (RESULTS / "quick.md").read_text().splitlines()}
