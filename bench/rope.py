@@ -100,7 +100,7 @@ def main() -> None:
     command.add_argument("--shapes", nargs="*", type=int, default=range(len(SHAPES)), help=f"which of {SHAPES}")
     args = command.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("error: bench.rope needs a CUDA GPU; bench.accuracy and bench.sass do not")
+        sys.exit("error: bench.rope needs a CUDA GPU; bench.accuracy does not")
     for i in args.shapes:
         measure_shape(SHAPES[i], "cuda", args.out)
 

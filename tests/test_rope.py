@@ -1,10 +1,7 @@
 """The rotary op: the Triton kernel (interpreted without a GPU) against float64, mpmath, transformers, algebra."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterable
 
 import mpmath
@@ -355,48 +352,6 @@ def test_choosing_a_kernel(monkeypatch):
         with pytest.raises(ValueError, match="kernel=triton: triton is not installed: use kernel=auto"):
             kernels.choose("triton", torch.device(device))
         assert not kernels.uses_triton(torch.device(device))
-
-
-def run_python(*arguments: str) -> subprocess.CompletedProcess:
-    """In a process without Triton's interpreter."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    argv = [sys.executable, *arguments]
-    return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-
-
-# ---- machine code for a Hopper GPU, compiled without one ----
-
-
-@pytest.mark.process
-def test_machine_code_for_sm_90_and_one_compile_for_all_shapes():
-    """Tokens and heads are read and written in 128 bits each, once.
-
-    In bfloat16 with split pairs the first head is read before the angles are computed; docs/kernel.md has the other
-    variants. No shared memory, shuffles, spills, stack or float64; in every version of Triton the same layout. The rows
-    of this version in results/sass.jsonl are of this kernel.
-    """
-    kept = list(map(json.loads, (ROOT / "results/sass.jsonl").read_text().splitlines()))
-    done = run_python("-m", "bench.sass")
-    first, *lines = done.stdout.splitlines()
-    assert json.loads(first)["compiles"] == 1
-    if re.search("FileNotFoundError|[Cc]annot find ptxas", done.stderr):
-        skip_unless_ci("this triton has no ptxas and cuobjdump")
-    assert done.returncode == 0, done.stderr
-    for row in map(json.loads, lines):
-        assert row["local"] == row["shared"] == row["shuffles"] == 0, row
-        whole, lane = row["D"] == 2 * row["P"], 16 // getattr(torch, row["dtype"]).itemsize  # elements in 128 bits
-        accesses = 2 * 16 * (1 if whole else 2)  # both halves of 16 heads, and the rest of the head
-        phases = (lane if not row["interleaved"] else lane // 2) // 2  # 64 bits each
-        assert row["stores"] == row["stores_128"] == accesses and row["loads_128"] == accesses + phases, row
-        assert row["phase_loads"] == phases and f"sizePerThread [1, {lane}]" in row["layout"], row
-        first_head = 2 if row["dtype"] == "bfloat16" and not row["interleaved"] else 0  # both halves
-        assert row["loads_before_angles"] >= first_head, row
-        assert row["registers"] <= (64 if whole else 96), row
-        assert row["fp64"] == 0 and row["fp64_conversions"] <= (row["scale"] == "fp64"), row  # it is rounded
-        assert row["bytes_per_element"] == 2 * getattr(torch, row["dtype"]).itemsize, row  # one read, one write
-        known = row["triton"] in {other["triton"] for other in kept}
-        assert not known or any(row.items() <= other.items() for other in kept), "write results/sass.jsonl anew"
-    assert len(lines) == 6
 
 
 # ---- inside the GPT ----
