@@ -139,7 +139,7 @@ def test_a_sharded_run_is_the_same_run_in_one_portable_file(here, alone):
 @pytest.mark.distributed
 def test_an_evaluation_is_the_same_to_the_bit(here, alone):
     """9 documents, which 2 processes cannot halve, and at the longer lengths several passes, so that both have some."""
-    settings = ("run=alone", "ctx=512", "documents=9", "scaling=logn", "by_position=true", "task=sliding")
+    settings = ("run=alone", "ctx=512", "documents=9", "scaling=logn", "task=sliding")
     (here / "runs").symlink_to(alone / "runs")
 
     def measured() -> list[dict]:
@@ -149,7 +149,7 @@ def test_an_evaluation_is_the_same_to_the_bit(here, alone):
     run_eval(*settings)
     one = measured()
     finish(torchrun("eval.py", *settings, "fresh=true"))
-    assert len(one) > 20 and measured() == one
+    assert len(one) > 10 and measured() == one
 
 
 def differences(a: str, b: str) -> tuple[float, float]:

@@ -26,7 +26,6 @@ from data.held_out import find_copies
 from engine import checkpoint
 from engine.run import Run
 from measure import curves, tasks
-from measure.breakdowns import position_rows
 from measure.curves import Curve, Row, losses_file, read_curve, select_shared
 from measure.evaluation import NONE, WINDOW, Evaluation, Method, requested_method
 from measure.gain import better_controls, controls, gain
@@ -240,13 +239,6 @@ def test_a_document_of_near_copies_keeps_its_length_and_its_windows_apart(ctx):
 
 
 # ---- rows, intervals and controls ----
-
-
-def test_loss_by_position_is_the_mean_of_each_bucket():
-    nats = np.tile(np.arange(200.0), (3, 1))
-    rows = position_rows(nats)
-    assert [(r["from"], r["to"]) for r in rows] == [(0, 63), (64, 127), (128, 199)]
-    assert [r["loss"] for r in rows] == [31.5, 95.5, 163.5]
 
 
 @pytest.mark.parametrize(
@@ -597,7 +589,6 @@ def test_the_newest_run_that_fits_is_evaluated_and_named(runs, capsys):
         (["run=learned", "ctx=128"], "pos=learned has 64 positions and cannot be evaluated at ctx=128"),
         (["run=rope", "ctx=1000000"], "ctx=1000000: the longest held-out document of this corpus allows"),
         (["run=rope", "ctx=[64]", "task=recall"], r"ctx=\[64\]: must be at least 128 with task=recall"),
-        (["run=rope", "ctx=[128]", "task=recall", "by_position=true"], "by_position=True: must be false: a task with"),
     ]:
         with pytest.raises(UserError, match=message):
             run_eval(*settings)

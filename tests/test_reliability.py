@@ -302,7 +302,7 @@ def test_eight_evaluations_of_one_run_at_once(x, monkeypatch):
     """They write the same rows, groups and figure; each write takes so long that they overlap."""
     fsync = os.fsync
     monkeypatch.setattr("engine.files.os.fsync", lambda f: (fsync(f), time.sleep(0.05)))
-    settings = ("run=x", "ctx=128", "documents=2", "fresh=true", "by_antecedent=true", "by_position=true")
+    settings = ("run=x", "ctx=128", "documents=2", "fresh=true", "by_antecedent=true")
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=run_eval, args=settings) for _ in range(8)]
     for process in processes:
@@ -311,7 +311,7 @@ def test_eight_evaluations_of_one_run_at_once(x, monkeypatch):
         process.join(120)
     assert [process.exitcode for process in processes] == [0] * 8
     files = {file.name for file in (x / "eval").rglob("*") if file.is_file()}
-    assert len([name for name in files if name.startswith(("antecedent", "position"))]) == 2 and "ctx128.png" in files
+    assert len([name for name in files if name.startswith("antecedent")]) == 1 and "ctx128.png" in files
     assert not any(name.endswith(".tmp") for name in files)
     assert all(len(read_curve(file).rows) == 2 for file in (x / "eval").glob("*.jsonl"))
 
