@@ -350,18 +350,9 @@ def from_plain(kind: type[Any], plain: dict) -> Any:
     return build_from_knobs(kind, {**plain, **parts}, "")
 
 
-SAVED = {  # keys of a saved run, with their types; pretrained is empty without init=
-    "data": {"tokenizer": str, "vocab_size": int, "holdout": int},
-    "pretrained": {"ctx": int, "tokens": int, "run": str, "weights": str},
-}
-
-
 def from_dict(plain: dict) -> TrainConfig:
     """A TrainConfig from the dictionary in a checkpoint or a config.json. UserError if it is something else."""
     check_rules(c := from_plain(TrainConfig, plain))
-    for group, keys in SAVED.items():
-        for key, hint in keys.items() if group == "data" or c.init else ():
-            check_type(f"{group}.{key}", getattr(c, group).get(key), hint)
     c.layers = layer_schedule.from_saved(c.layers) if c.layers else None
     return c
 
