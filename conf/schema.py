@@ -113,7 +113,7 @@ class ModelConfig:
     tied_head: bool = setting(True, "the head's weight is that of the token embedding")
     zero_init: bool = setting(False, "the matrices that write into the residual stream begin at 0")
     norm: str = setting("rms", "layer is LayerNorm", one_of("rms", "layer"))
-    norm_bias: bool = setting(True, "whether LayerNorm has biases; false for Cohere 2 and MPT")
+    norm_bias: bool = setting(True, "whether LayerNorm has biases; false for Cohere 2")
     norm_eps: float = setting(1e-6, "is added to the mean square", above(0))
     qk_norm: bool = setting(False, "divide each head of q and k by its root mean square")
     qk_norm_weight: bool = setting(False, "and multiply by a weight for each of its dimensions, as Qwen3")

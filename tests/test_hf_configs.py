@@ -139,7 +139,6 @@ OLD = {"rope_parameters": None, "torch_dtype": "float32"}  # with rope_theta and
         ("glm", {"rms_norm_eps": ..., "attention_bias": ..., "num_key_value_heads": ..., **OLD}),
         ("exaone4", {"rms_norm_eps": ..., "sliding_window_pattern": "LLLG", **OLD}),
         ("gpt2", {"layer_norm_epsilon": ..., "n_positions": 96, "scale_attn_weights": ..., "tie_word_embeddings": ...}),
-        ("gptj", {"n_inner": None, "n_positions": 96, "layer_norm_epsilon": ...}),
         ("bloom", {"n_embed": 32, "hidden_size": 64}),
         # Phi-3's first files say "su" or "yarn", with the context outside; of "su" transformers 5 wants it inside, too
         ("phi3", {**rope({"type": "su", **LONG, **CONTEXT}), "max_position_embeddings": 128}),
@@ -173,16 +172,12 @@ def test_the_base_of_olmo_3_saved_by_transformers_4_is_that_of_both_types(tmp_pa
 
 
 def test_sizes_that_are_absent_have_the_default_of_transformers(tmp_path):
-    """GPT-J rotates 64 dimensions, Mistral has 8 key-value heads and a window; null is as many as query heads."""
-    for family, key, settings in (
-        ("gptj", "rotary_dim", {"n_embd": 160, "n_head": 2, "rotary_dim": 64}),
-        ("mistral", "num_key_value_heads", {"num_attention_heads": 16, "num_key_value_heads": 8}),
-    ):
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{CASES[family][0]}Config")(**{**CASES[family][1], **settings})
-        reading.biases(transformers.AutoModelForCausalLM.from_config(config)).save_pretrained(tmp_path)
-        remove(tmp_path, key, "sliding_window")
-        reading.assert_equal(our_logits(tmp_path), reading.load(tmp_path), (20, 96))
+    """Mistral has 8 key-value heads and a window; null is as many as query heads."""
+    torch.manual_seed(0)
+    settings = {**CASES["mistral"][1], "num_attention_heads": 16, "num_key_value_heads": 8}
+    reading.random_model(transformers.MistralConfig(**settings)).save_pretrained(tmp_path)
+    remove(tmp_path, "num_key_value_heads", "sliding_window")
+    reading.assert_equal(our_logits(tmp_path), reading.load(tmp_path), (20, 96))
     assert [x.window for x in reading.read(tmp_path, L)[0].layers.types.values()] == [4096]
     edit(tmp_path, num_key_value_heads=None)
     with pytest.raises(UserError, match=r"k_proj\.weight has shape \[96, 32\], config\.json asks for \[192, 32\]"):
@@ -260,14 +255,10 @@ TYPES = ["full_attention", "sliding_attention", *["full_attention"] * 3]
         ("llama", rope({"factor": 3.0}, factor=2.0), "rope_parameters has other values"),
         ("phi3", {**rope(), "original_max_position_embeddings": 8}, "max_position_embeddings=8: must be 32"),
         ("phi3", {**rope(), "partial_rotary_factor": 0.4}, "partial_rotary_factor=0.4: rotates 3 of 8 dimensions"),
-        ("gptj", {"rotary_dim": None}, "rotary_dim=None: rotates None of 8 dimensions"),
         ("bloom", {"seq_length": None}, "does not contain the context it was trained at"),
         ("gpt2", {"n_positions": 64}, "n_positions=64: not supported past itself, and ctx=96: try ctx=64"),
-        ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi=False: not supported: must be true"),
         ("exaone4", {"layer_types": None}, "layer_types=None: must be a list"),
         ("starcoder2, window", {"mlp_type": "gated"}, "mlp_type=gated: not supported: must be default"),
-        ("mpt", {"expansion_ratio": 2}, "expansion_ratio=2: not supported: must be 4"),
-        ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "attn_config.clip_qkv=6.0: not supported"),
         ("granite", {"logits_scaling": 0}, "logits_scaling=0: must be a number of at least"),
     ],
     ids=str,
@@ -305,7 +296,6 @@ ALL_KEYS = {**YARN, "attention_factor": 1.1, "mscale": 0.7, "mscale_all_dim": 1.
         ("llama", ALL_KEYS),
         ("phi3", {"rope_type": "longrope", **LONG, **CONTEXT}),
         ("gpt2", {}),
-        ("mpt", {}),
         ("gemma3_text", YARN),
         ("smollm3", {}),
     ],
