@@ -1,6 +1,5 @@
 """The spectrum card and the decay study, against independent values."""
 
-import csv
 import json
 import math
 import sys
@@ -52,27 +51,11 @@ def test_scale_matched_base_of_llama_2_is_10000():
     assert spectrum_study.scale_matched_base(128, 4096) == pytest.approx(10000, rel=0.01)
 
 
-def test_a_warning_of_one_line_of_the_terminal():
-    llama = rope(L=4096, D=128)
-    assert spectrum.warning({"beta_fast": 32.0}, llama) == spectrum.warning({"beta": 32.0}, llama) == ""
-    short = spectrum.warning({"beta_fast": 32.0}, rope(L=128))
-    assert "scaling.beta_fast=32 is extreme here" in short and len(short) <= 80
-    assert "beta=32" in spectrum.warning({"beta": 32.0}, rope(L=128))
-    assert spectrum.warning({"beta": 32.0}, TrainedContext("alibi", 128, None)) == ""
-
-
-def test_spectrum_study_writes_picture_and_table(tmp_path, monkeypatch, capsys):
+def test_spectrum_study_draws_a_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["spectrum", "--ctx", "128", "--rotary-dim", "32", "--out", str(tmp_path / "s")])
     spectrum_study.main()
-    out = capsys.readouterr().out
-    assert "yarn: warning: scaling.beta_fast=32" in out and (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
-    assert {f.suffix for f in tmp_path.iterdir()} == {".csv", ".png", ".svg", ".pdf"}
-    rows = list(csv.DictReader((tmp_path / "s.csv").open()))
-    assert len(rows) == 16
-    for row in rows:
-        assert float(row["pi"]) == pytest.approx(float(row["none"]) / 8, rel=1e-4)
-    assert float(rows[0]["ntk"]) == float(rows[0]["none"])
-    assert float(rows[-1]["ntk"]) == pytest.approx(float(rows[-1]["pi"]), rel=1e-4)
+    assert "yarn: warning: scaling.beta_fast=32" in capsys.readouterr().out
+    assert {f.suffix for f in tmp_path.iterdir()} == {".png", ".svg", ".pdf"}
     monkeypatch.setattr(sys, "argv", ["spectrum", "--ctx", "1"])
     with pytest.raises(UserError, match="--ctx must be at least 2"):
         spectrum_study.main()
@@ -92,12 +75,10 @@ def test_decay_curves_are_sus_formula(base):
             assert score[m].item() == pytest.approx(float(sum(2 * w.real for w in waves)) / D, abs=2e-6)
 
 
-def test_decay_study_writes_picture_and_table(tmp_path, monkeypatch):
+def test_decay_study_draws_a_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["decay", "--out", str(tmp_path / "d")])
     monkeypatch.setattr(decay, "POSITIONS", 300)
     decay.main()
-    rows = list(csv.DictReader((tmp_path / "d.csv").open()))
-    assert len(rows) == 300 and len(rows[0]) == 1 + 2 * (len(decay.BASES) + len(decay.SCALINGS))
     assert (tmp_path / "d.png").exists()
 
 
