@@ -10,10 +10,7 @@ extended the context.
 Finished lengths are kept in files under runs/NAME/eval and are not measured again.
 """
 
-import sys
-
 from conf.cli import command
-from conf.errors import UserError
 from conf.schema import EvalConfig
 from engine import device as devices, distributed
 from engine.files import locked
@@ -68,18 +65,13 @@ def evaluate(cfg: EvalConfig) -> None:
     # All curves of this run on the same targets, also those of earlier commands
     selected = select(read_run(run.folder, run.digest), evaluation.texts, evaluation.target_keys)
     title = f"{run.name}: pos={run.context.pos}, trained at {run.context.train_ctx} tokens, task={task.label}"
-    try:
-        with locked(folder, wait=True):  # another evaluation of this run may draw the same figure
-            report.draw(selected, figure, title)
-        picture = f"picture: {figure}\n"
-    except UserError as e:  # a run that can only be read
-        print(f"warning: no picture: {e}", file=sys.stderr)
-        picture = ""
+    with locked(folder, wait=True):  # another evaluation of this run may draw the same figure
+        report.draw(selected, figure, title)
     for method in methods:
         if missing[method.label]:  # else all its lengths have been logged before
             log_curve(cfg.project, evaluation, method, curves, figure)
     others = "" if cfg.runs == "runs" else f" --runs {cfg.runs}"
-    print(f"\nrows: {folder}/*.jsonl\n{picture}with other runs: python compare.py{others}")
+    print(f"\nrows: {folder}/*.jsonl\npicture: {figure}\nwith other runs: python compare.py{others}")
 
 
 def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:

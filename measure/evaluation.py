@@ -81,8 +81,6 @@ class Evaluation:
 
     def __init__(self, run: Run, cfg: EvalConfig, device: torch.device):
         self.run, self.device, self.dtype = run, device, cfg.dtype
-        for folder in (run.folder / "eval", *(run.folder / "eval").glob("*/")):
-            check(not folder.is_symlink(), str(folder), "a link", "a folder: its target would be written to")
         self.ctx: int = cfg.longest_ctx
         self.task = task = build(cfg.task, run.corpus, self.ctx, cfg.documents)
         L, longest = run.context.train_ctx, run.context.longest_trained_ctx

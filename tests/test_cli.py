@@ -161,11 +161,6 @@ def test_a_slip_of_the_command_line_is_one_line(settings, right, monkeypatch):
     assert error_of(train.main, settings.split(), monkeypatch).startswith(f"error: {right}")
 
 
-def test_a_launcher_that_is_not_installed_is_one_line(monkeypatch):
-    sweep = ["-m", "hydra/launcher=cluster", "seed=0,1"]
-    assert "hydra/launcher=cluster: is not installed: pip install" in error_of(train.main, sweep, monkeypatch)
-
-
 def test_lists_and_quoted_texts_have_commas_without_a_sweep():
     for config, words in (
         ("eval", ["ctx=[64,128]", "--help"]),
