@@ -285,7 +285,6 @@ class EvalConfig(MeasureConfig):
 
     task: dict[str, Any] = setting({}, "what is scored at a length n", CHOSEN)
     ctx: Any = setting(None, "at 64, 128, ... ctx tokens; [512,1024]: at these and L; null: follows from L", LENGTHS)
-    multiples: list[float] = setting([], "further lengths as multiples of L, where ctx is no list: [1.125,1.25,1.5]")
     by_antecedent: bool = setting(False, "print the gain by the distance to where a target's last tokens occurred, too")
     key_tokens: str | None = setting(None, "RUN of a longer context: print the gain where RUN needs that context, too")
     fresh: bool = setting(False, "measure curves again that have been measured before")
@@ -295,11 +294,6 @@ class EvalConfig(MeasureConfig):
     def longest_ctx(self) -> int:
         """The longest evaluated context, tokens, to which scaling.factor=fixed refers; 0 with ctx=null."""
         return max(self.ctx) if isinstance(self.ctx, list) else self.ctx or 0
-
-    def validate(self) -> None:
-        super().validate()
-        ok = all(0 < m < 2**63 for m in self.multiples)
-        check(ok, "multiples", self.multiples, "numbers above 0 such as [1.25,1.5]")
 
 
 @dataclass

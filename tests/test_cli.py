@@ -104,7 +104,7 @@ REFUSED = {
         layers=olmo3 layers.L.pos=alibi layers.G.pos=none -> pos=rope
     """,
     "eval": """
-        ctx=-5 | ctx=[64,x] -> ctx=[64, 'x'] | ctx=32 | multiples=[inf] | documents=0 | exp=nothing
+        ctx=-5 | ctx=[64,x] -> ctx=[64, 'x'] | ctx=32 | documents=0 | exp=nothing
         plus=nothing -> plus=
         plus=[../eval] -> plus= | plus=3 -> plus= | plus=[[pi]] -> plus=
         exp=quick -> no trained run with exp=quick | run=nobody | run='a**' -> run=a**

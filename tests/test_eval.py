@@ -244,7 +244,6 @@ def test_a_document_of_near_copies_keeps_its_length_and_its_windows_apart(ctx):
     "overrides, lengths",
     [
         (("ctx=1000",), [64, 128, 256, 512, 1000]),
-        (("ctx=256", "multiples=[1.125,1.5,9]"), [64, 72, 96, 128, 256]),  # L / 2 = 32 is below the shortest
         (("ctx=[256,128,128]",), [64, 128, 256]),  # and L, at which truncation is measured
         (("ctx=[32,256]", "task.scored_tokens=16"), [32, 64, 256]),
         (("ctx=[128,256]", "task=recall"), [128, 256]),  # the texts of this task are longer than L
