@@ -56,7 +56,6 @@ NAME = Rule(lambda x: bool(re.fullmatch(r"[\w-][\w.-]{,199}", x, re.A)), "at mos
 SHARE = Rule(lambda x: 0 <= x <= 1, "between 0 and 1")
 MOMENTUM = Rule(lambda x: 0 <= x < 1, "at least 0 and less than 1")
 TEMPERATURE = Rule(lambda x: x == 0 or x >= 0.001, "0 or at least 0.001")  # logits are divided by it, in float32
-DECODE = one_of("exact", "rebased")
 GATE = one_of("none", "head", "element")
 POSITIONS = one_of("ordered", "random", "random_float", "pose")
 RESIDUAL = one_of("serial", "serial_post", "serial_both", "parallel", "parallel_shared")
@@ -313,8 +312,6 @@ class SampleConfig(TrainedRunConfig):
     temperature: float = setting(0.8, "logits are divided by it; 0: always the most likely token", TEMPERATURE)
     top_k: int | None = setting(50, "draw from the 50 most likely tokens; null: from all tokens", at_least(1))
     seed: int = setting(0, "of the drawing", at_least(0))
-    # If the frequencies change with the length (dynamic NTK): docs/training.md
-    decode: str = setting("exact", "exact: no cache where keys change; rebased: an approximation", DECODE)
 
 
 PARTS = {"model": ModelConfig, "optim": OptimConfig}

@@ -120,7 +120,7 @@ REFUSED = {
         scaling=yarn_scaled scaling.reference_ctx=0
         scaling=llama3 scaling.low_freq_factor=5 -> scaling.high_freq_factor=4.0 | scaling=ntk plus=pi run=x -> plus:
     """,
-    "sample": "temperature=-1 -> temperature=-1.0 | temperature=1e-300 | tokens=0 | decode=fast | run=nobody",
+    "sample": "temperature=-1 -> temperature=-1.0 | temperature=1e-300 | tokens=0 | run=nobody",
 }
 
 
