@@ -44,8 +44,7 @@ HARMLESS = """
     slow_but_exact reorder_and_upcast_attn
 """.split()  # noqa: SIM905
 HARMLESS_ENDS = ("_token_id", "dropout", "pdrop", "dropout_prob", "_penalty")
-# Keys of tools that write only notes about themselves: not an error, but a line on stderr names each
-HARMLESS_PREFIXES = ("unsloth_", "finetun", "wandb_", "mlflow_", "axolotl_")
+HARMLESS_STARTS = ("summary_", "unsloth_", "finetun", "wandb_", "mlflow_", "axolotl_")  # most are notes of tools
 OFF = (None, False, 0, [], {})  # values that turn a feature off
 # Values that do no more than leaving the key out; the last two are in the files of Phi-4-mini, for other code
 NEUTRAL = {"partial_rotary_factor": 1, "full_attn_mod": 1, "interpolate_factor": 1}
@@ -143,11 +142,11 @@ class Config:
     def finish(self, off: tuple = OFF) -> None:
         """UserError for the first key that was not read and is not off.
 
-        Keys with a harmless prefix, and those that ignore_keys= names, are only named.
+        Those that ignore_keys= names are only named.
         """
-        notes, self.names = [], {}  # from here on keys have the names in this file
+        self.names = {}  # from here on keys have the names in this file
         for key, value in self.values.items():
-            harmless = key.endswith(HARMLESS_ENDS) or key.startswith("summary_")
+            harmless = key.endswith(HARMLESS_ENDS) or key.startswith(HARMLESS_STARTS)
             if harmless or key in self.keys_read or value in off or value == NEUTRAL.get(key, math.nan):
                 continue
             full = self.prefix + key
@@ -156,10 +155,7 @@ class Config:
                 print(f"note: ignored {self.refuse(key, value, 'ignore_keys names it')}", file=sys.stderr)
                 continue
             reason = f"not supported, and not ignored either without ignore_keys=[{full}]"
-            self.check(key.startswith(HARMLESS_PREFIXES), key, value, reason)
-            notes.append(key)
-        if notes:
-            print(f"note: {self.path}: {', '.join(notes)}: ignored, as notes of a training tool", file=sys.stderr)
+            raise self.refuse(key, value, reason)
 
 
 # ---- a checkpoint ----

@@ -1,20 +1,15 @@
 """The spectrum card and the decay study, against independent values."""
 
-import json
 import math
 import sys
-from pathlib import Path
 
 import mpmath
 import pytest
-import scipy.stats
-import torch
 
 from conf.errors import UserError
 from model import spectrum
 from model.scaling import TrainedContext
-from studies import decay, recipe, spectrum as spectrum_study
-from tests.helpers import run_command, run_train
+from studies import decay, spectrum as spectrum_study
 
 
 def rope(L: int = 256, D: int = 64, base: float = 10000.0) -> TrainedContext:
@@ -80,20 +75,3 @@ def test_decay_study_draws_a_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(decay, "POSITIONS", 300)
     decay.main()
     assert (tmp_path / "d.png").exists()
-
-
-@pytest.mark.process
-def test_a_change_of_the_recipe_is_compared_with_the_same_seeds(here, capsys, monkeypatch):
-    for seed in (0, 1, 2):
-        for more in ((), ("optim.lr=0.01",), ("optim.lr=0.01", "name=begun", "fresh=true"))[: 3 if seed == 0 else 2]:
-            run_train("steps=2", f"seed={seed}", "optim=muon", *more)
-    unfinished = torch.load("runs/begun/ckpt.pt", weights_only=True)
-    torch.save({**unfinished, "step": 1}, "runs/begun/ckpt.pt")
-    for _ in range(2):  # the second time nothing is added
-        code, out, err = run_command(recipe.main, ["exp=smoke", "optim=muon", "steps=2", "--out=rows"], monkeypatch)
-        assert code == 0, err
-    rows = [json.loads(line) for line in Path("rows").read_text().splitlines()]
-    losses = {change: [r["loss"] for r in rows if r["change"] == change] for change in ("-", "optim.lr=0.01")}
-    assert len(rows) == 6 and {r["seed"] for r in rows} == {0, 1, 2}
-    low, high = scipy.stats.ttest_rel(losses["optim.lr=0.01"], losses["-"]).confidence_interval()
-    assert f"[{low:+.3f}, {high:+.3f}] |" in out.splitlines()[-1] and len(out.splitlines()) == 4
