@@ -39,23 +39,6 @@ def test_steps_are_measured_in_turns_and_relative_to_the_first(tmp_path, monkeyp
         assert value == pytest.approx(row["tokens_per_s"][name] / row["tokens_per_s"][names[0]], rel=0.01)
 
 
-def test_the_median_of_each_step_counts(monkeypatch):
-    clock, order = [0.0], []
-    monkeypatch.setattr(step.time, "perf_counter", lambda: clock[0])
-
-    def takes(name: str, seconds: list[float]):
-        def run() -> torch.Tensor:
-            order.append(name)
-            clock[0] += seconds[order.count(name) - 1]
-            return torch.zeros(())
-
-        return run
-
-    steps = {"a": takes("a", [9, 9, 9, 1, 2, 3, 100]), "b": takes("b", [9, 9, 9, 5, 5, 7, 7])}
-    assert step.interleaved(steps, rounds=2, count=2) == {"a": 2.5, "b": 6.0}
-    assert "".join(order) == "aaabbb" + "aabb" * 2
-
-
 @pytest.mark.filterwarnings("ignore:.*skipped")
 def test_every_peer_of_the_rotary_op_is_a_row_and_one_that_fails_is_a_line(tmp_path, monkeypatch, capsys):
     """Without a GPU nothing is timed or compiled. Our results are those of the peers."""

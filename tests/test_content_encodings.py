@@ -1,4 +1,4 @@
-"""Encodings that see content, KERPLE and FIRE: against the papers' formulas, written out pair by pair in float64.
+"""Encodings that see content, and FIRE: against the papers' formulas, written out pair by pair in float64.
 
 tests/test_upstream.py compares with outputs of other authors' code.
 """
@@ -378,19 +378,7 @@ def test_initial_values_are_those_of_the_papers():
     assert encoding_of("fire").threshold == 8 and encoding_of("fire").c.item() == pytest.approx(0.1)
 
 
-# ---- KERPLE and FIRE ----
-
-
-def test_kerple_is_its_formula():
-    encoding = encoding_of("kerple")
-    i, j = torch.tensor([0, 3, 700]), torch.tensor([0, 2, 3, 100_000])
-    bias = encoding.bias(i + 50, j + 50)
-    for h in range(4):
-        p, a = encoding.log_p[h].exp().item(), encoding.log_a[h].exp().item()
-        for m in range(3):
-            for n in range(4):
-                if (d := int(i[m] - j[n])) >= 0:
-                    assert bias[h, m, n].item() == pytest.approx(-p * math.log(1 + a * d), rel=1e-5)
+# ---- FIRE ----
 
 
 @pytest.mark.parametrize("context", [32, 400.0])

@@ -30,9 +30,9 @@ from engine.run import Run, find_runs
 from hf.open import open_foreign
 from measure import evaluation
 from measure.breakdowns import target_losses
-from measure.curves import losses_file, read_curve, write_jsonl
+from measure.curves import losses_file, read_curve
 from model.decode import Decoder
-from studies import jobs, matrix
+from studies import jobs
 from tests import helpers
 from tests.helpers import ROOT, error_of, eval_settings, line_of, run_command, run_eval, run_train, start, wait_until
 from tests.hf_models import save_random, with_tokenizer
@@ -222,17 +222,6 @@ def test_a_study_that_is_stopped_stops_its_child(here):
     assert study.returncode == 143
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_study_says_so_by_its_exit_code(number, here, monkeypatch):
-    monkeypatch.setattr(matrix, "run_job", lambda *_, **__: [])
-    monkeypatch.setattr(matrix, "write_jsonl", lambda *_: signal.raise_signal(number))
-    handlers = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}
-    code, _, err = run_command(matrix.main, ["smoke", "--out", "rows.jsonl"], monkeypatch)
-    assert code == 128 + number and "stopped: 0 jobs done" in err
-    for x, handler in handlers.items():
-        signal.signal(x, handler)
-
-
 def test_a_child_that_does_not_end_is_killed(monkeypatch):
     ignores = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
     with subprocess.Popen([sys.executable, "-c", ignores], stdout=-1) as child:
@@ -250,15 +239,6 @@ def show_comparison(monkeypatch) -> tuple[str, str]:
     code, out, err = run_command(compare.main, [], monkeypatch)
     assert code == 0 and Path("runs/compare.png").exists()
     return out, err
-
-
-def test_curves_of_other_weights_are_not_shown_however_new_their_files_are(x, monkeypatch):
-    (file,) = (x / "eval").glob("none-*.jsonl")
-    rows = [dataclasses.replace(row, weights="0" * 12, bits_per_byte=9.999) for row in read_curve(file).rows]
-    write_jsonl(x / "eval/none-01234567.jsonl", rows)
-    os.utime(x / "eval/none-01234567.jsonl", (2e9, 2e9))
-    out, _ = show_comparison(monkeypatch)
-    assert "x  none" in out and "9.999" not in out
 
 
 def test_an_evaluation_beside_a_training_that_saves_names_the_weights_that_it_measured(x, monkeypatch):
@@ -295,45 +275,6 @@ def test_eight_evaluations_of_one_run_at_once(x, monkeypatch):
     assert len([name for name in files if name.startswith("antecedent")]) == 1 and "ctx128.png" in files
     assert not any(name.endswith(".tmp") for name in files)
     assert all(len(read_curve(file).rows) == 2 for file in (x / "eval").glob("*.jsonl"))
-
-
-WITHOUT_POSIX = """
-import os, runpy, sys
-for name in ("fcntl", "resource", "termios", "tty", "pty"):
-    sys.modules[name] = None
-for name in ("fork", "killpg", "mkfifo", "sched_getaffinity", "setsid"):
-    vars(os).pop(name, None)
-from pathlib import Path
-from engine.files import locked
-if sys.argv[1] == "lock":
-    with locked(Path(sys.argv[2])):
-        print("inside", flush=True)
-        input()
-else:
-    sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def test_a_platform_without_posix_trains_evaluates_and_locks(here):
-    """Without the modules and functions that Windows lacks; there filelock has another lock than here."""
-
-    def python(*args: str) -> subprocess.Popen:
-        words = [sys.executable, "-W", "ignore", "-c", WITHOUT_POSIX, *args]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
-        return subprocess.Popen(words, env=env, stdin=-1, stdout=-1, stderr=-1, text=True)
-
-    holder = python("lock", "runs/x")
-    assert holder.stdout.readline() == "inside\n"
-    train = [str(ROOT / "train.py"), "exp=smoke", "steps=2", "name=x"]
-    _, err = python(*train).communicate(timeout=120)
-    assert "error: runs/x: another process trains this run" in err
-    holder.communicate("\n", timeout=60)
-    for args in (train, [str(ROOT / "eval.py"), "run=x", "ctx=128", "documents=4"]):
-        child = python(*args)
-        out, err = child.communicate(timeout=120)
-        assert child.returncode == 0, err
-    assert "rows: " in out and Path("runs/x/ckpt.pt").exists()
 
 
 def test_SIGTERM_to_a_sweep_saves_its_job_and_begins_no_other(here):

@@ -1,6 +1,5 @@
 """The rotary op: the Triton kernel (interpreted without a GPU) against float64, mpmath, transformers, algebra."""
 
-import json
 import re
 from collections.abc import Iterable
 
@@ -17,7 +16,7 @@ from model import gpt, pos as encodings
 from model.pos.rope import KernelInputs, Rope, Tables
 from model.regions import Clipped
 from model.scaling import ContextChange
-from tests.helpers import ROOT, SMALL, import_or_skip, model_of, random_tokens, skip_unless_ci, train_settings
+from tests.helpers import SMALL, import_or_skip, model_of, random_tokens, skip_unless_ci, train_settings
 
 rope_triton = import_or_skip("kernels.rope_triton")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -226,27 +225,6 @@ def test_equal_positions_give_equal_bits_in_every_form(device):
     rows = torch.stack((p, p.flip(0)))  # other positions in each row of the batch
     got = rope(q, k, f, rows)[0]
     assert torch.equal(got[0], want[0][0]) and torch.equal(got[1], rope(q, k, f, p.flip(0))[0][1])
-
-
-# ---- transformers, for every scaling type ----
-
-
-def test_equals_transformers_with_every_frozen_frequency():
-    """apply_rotary_pos_emb with the inv_freq that transformers computed for each type (tests/goldens.json)."""
-    llama = import_or_skip("transformers.models.llama.modeling_llama")
-    rows = json.loads((ROOT / "tests" / "goldens.json").read_text())
-    # One case for each type; with a factor of 8, since 1 would change nothing
-    rows.sort(key=lambda row: row["case"].get("factor") == 8.0)
-    chosen, p = {row["case"]["type"]: row for row in rows}, torch.tensor([0, 1, 2, 50, 100, 200])
-    for row in chosen.values():
-        f, scale = torch.tensor(row["inv_freq"], dtype=torch.float64), row["attention_factor"]
-        q, k = data(B=1, T=6, H=2, G=1, D=2 * len(f))
-        angle = torch.cat((p[:, None] * f,) * 2, dim=-1)[None]  # float64: transformers' float32 angles err more
-        tables = (angle.cos() * scale).float(), (angle.sin() * scale).float()
-        expected = llama.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *tables)
-        for a, b in zip(rope(q, k, phase(f), p, scale=scale), expected, strict=True):
-            assert (a - b.transpose(1, 2)).abs().max() < 5e-6, row["case"]
-    assert len(chosen) == 6
 
 
 # ---- a functional op that composes ----
