@@ -115,11 +115,6 @@ def test_the_rotary_benchmark_without_a_gpu_says_so():
         assert done.returncode == 1 and done.stderr.startswith("error: bench.rope needs a CUDA GPU")
 
 
-def test_gpu_check_runs_modules_that_exist():
-    modules = re.findall(r"-m (bench\.\w+)", (ROOT / "bench/gpu_check.sh").read_text())
-    assert len(modules) == 3 and all((ROOT / f"{name.replace('.', '/')}.py").exists() for name in modules)
-
-
 def test_a_row_names_the_commit_and_whether_the_code_differs_from_it(tmp_path):
     def git(*arguments: str) -> None:
         identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")

@@ -20,7 +20,6 @@ from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
 from tests import helpers
 from tests.helpers import SMALL, attention_output, choices, encoding_of, model_of, random_tokens, train_settings
 
-CONTENT = [pos for pos in choices("pos") if encoding_of(pos).sees_content]
 BASES = [None, 10000.0]
 OTHERS = ["kerple", "fire", "pope"]  # besides REFERENCES
 
@@ -319,15 +318,6 @@ def test_in_window_layers_an_encoding_is_that_of_the_uniform_model_with_a_window
     with torch.no_grad():
         want, free = uniform(tokens, change=ContextChange(window=7)), uniform(tokens)
         assert (of_windows(tokens) - want).abs().max() < 1e-9 < (free - want).abs().max()
-
-
-@pytest.mark.parametrize("layers", ["olmo3", "swan"])
-@pytest.mark.parametrize("pos", IN_SCHEDULES)
-def test_in_mixed_layers_cached_decoding_equals_a_full_forward(pos, layers):
-    model, tokens, cache = model_with(pos, f"layers={layers}", "model.n_layers=4"), random_tokens(2, 24), Cache()
-    with torch.inference_mode():
-        parts = [model.last_logits(part, part.shape[1], NO_CHANGE, cache) for part in tokens.split([13, 1, 10], dim=1)]
-        assert (torch.cat(parts, 1) - model(tokens)).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("pos", ["kerple", "fire", "cope", "path", "t5_bias"])

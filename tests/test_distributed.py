@@ -103,20 +103,6 @@ def test_two_processes_train_with_muon_as_one_does(here):
         assert largest_difference(other, one) < 5e-3
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_job_that_loses_a_process_ends_and_is_resumed_by_one(here, alone):
-    process = torchrun("train.py", *SETTINGS, "name=x")
-    wait_until(Path("runs/x/ckpt.pt").exists)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    (second,) = [int(c) for c in children if b"\0RANK=1\0" in Path(f"/proc/{c}/environ").read_bytes()]
-    os.kill(second, signal.SIGKILL)
-    out, _ = finish(process, code=None)
-    assert 10 <= checkpoint.load(Path("runs/x"))["step"] < STEPS and "trained" not in out
-    run_train(*SETTINGS[1:], "name=x")
-    assert_same_run("runs/x", alone)
-
-
 @pytest.mark.distributed
 def test_a_sharded_run_is_the_same_run_in_one_portable_file(here, alone):
     """Begun by one process, continued by two until SIGTERM, and ended by one.

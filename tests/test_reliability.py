@@ -25,7 +25,6 @@ import sample
 import train
 from conf.cli import short
 from engine import checkpoint
-from engine.files import locked
 from engine.run import Run, find_runs
 from hf.open import open_foreign
 from measure import evaluation
@@ -186,14 +185,6 @@ def test_no_file_of_a_hugging_face_folder_is_unpickled(here):
 # ---- several processes, and their ends ----
 
 
-def test_a_lock_is_held_by_one(here):
-    folder = Path("new/folder")
-    for _ in range(2):  # it can be taken again
-        with locked(folder), locked(Path("new/other")):
-            assert line_of(locked(folder).__enter__).startswith("new/folder: another process")
-    assert folder.is_dir()
-
-
 def test_a_second_training_of_one_name_is_refused_until_the_first_is_killed(here):
     """Both would end well, with the settings of one and the weights of the other. A lock ends with its process."""
     first = start("train.py", "exp=smoke", "name=x", "steps=100000", "save_every=2", "compile=false")
@@ -232,13 +223,6 @@ def test_a_child_that_does_not_end_is_killed(monkeypatch):
 
 
 # ---- evaluations beside other processes ----
-
-
-def show_comparison(monkeypatch) -> tuple[str, str]:
-    """(stdout, stderr) of compare.py."""
-    code, out, err = run_command(compare.main, [], monkeypatch)
-    assert code == 0 and Path("runs/compare.png").exists()
-    return out, err
 
 
 def test_an_evaluation_beside_a_training_that_saves_names_the_weights_that_it_measured(x, monkeypatch):
