@@ -2,13 +2,10 @@
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -265,28 +262,3 @@ def test_one_process_joins_nothing(monkeypatch):
     distributed.join(torch.device("cpu"))
     assert distributed.world() == 1 and not torch.distributed.is_initialized()
     assert distributed.interleave([1]) == [1] and distributed.total(0.1) == 0.1 and distributed.any_rank(True)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_the_slurm_script_saves_and_queues_again(here):
-    """With stand-ins for SLURM's commands: srun runs its arguments, scontrol records its own."""
-    [script] = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "docs/distributed.md").read_text(), flags=re.S)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ours = {"=8 --rdzv": "=2 --rdzv", "29500": str(port), "train.py exp=gpt2": f"{ROOT}/train.py"}
-    for text, other in {**ours, "name=gpt2": " ".join([*SETTINGS, "name=x"])}.items():
-        assert text in script
-        script = script.replace(text, other)
-    stand_ins = f"""srun() {{ "$@"; }}
-        torchrun() {{ exec {sys.executable} -m torch.distributed.run "$@"; }}
-        scontrol() {{ [ "$1" = show ] && echo localhost || echo "$@" >> asked; }}"""
-    slurm = {"SLURM_JOB_NODELIST": "x", "SLURM_NNODES": "1", "SLURM_JOB_ID": "7", "PYTHONPATH": str(ROOT)}
-    argv, env = ["bash", "-c", f"{stand_ins}\n{script}"], {**os.environ, **slurm}
-    batch = subprocess.Popen(argv, env=env, stdout=-1, stderr=-1, text=True)
-    wait_until(Path("runs/x/ckpt.pt").exists)
-    batch.send_signal(signal.SIGTERM)
-    out, err = batch.communicate(timeout=120)
-    assert "stopped: runs/x is saved at step" in out, err
-    assert Path("asked").read_text() == "requeue 7\n"

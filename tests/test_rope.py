@@ -295,12 +295,9 @@ def test_bad_input_is_one_line():
     (q, k), f = data(), phases()
     for args, message in [
         ((q[0], k, f), r"q is torch\.float32 \[17, 4, 64\] on cpu: must be .* \[B, T, heads, D\] on cpu$"),
-        ((q.int(), k.int(), f), "q is torch.int32 .*: must be torch.float32 or torch.float16 or"),
         ((q, k[:, :5], f), r"k is torch.float32 \[2, 5, 2, 64\] .* as q is \[2, 17, 4, 64\] on cpu$"),
-        ((q, k.to("meta"), f), "k is .* on meta: must be .* on cpu$"),
         ((q, k, f.float()), "phase is torch.float32 .*: must be torch.int64"),
         ((q, k, torch.cat((f, f))), r"phase is .* \[64\] .*: must be .* \[1 .. D / 2 = 32\]"),
-        ((q, k, f, torch.arange(17.0)), "positions is torch.float32 .*: must be torch.int32 or torch.int64"),
         ((q, k, f, torch.arange(16)), r"positions is .* \[16\] .*: must be .* \[T\] or \[B, T\] as q is \[2, 17,"),
     ]:
         with pytest.raises(ValueError, match=message):
