@@ -6,6 +6,9 @@ those of any runs on the same texts, and draw.
 
 import itertools
 import math
+import os
+import re
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +22,7 @@ from measure.gain import ACCURACY, BITS, GAIN, Value, by_group, controls, gain, 
 from measure.intervals import interval_text
 
 WIDTH = 80  # columns of what is printed
+COLOR = re.compile(r"\033\[\d+m")
 OWN = 0.85  # of a model's own accuracy at the shortest length (NoLiMa, Modarressi et al. 2025, arXiv 2502.05167)
 NO_LENGTH = 0  # the effective context of a method that is below the threshold at the shortest length
 
@@ -32,7 +36,8 @@ def print_table(lines: dict[str, dict[Any, str]], corner: str = "") -> None:
     first, columns = max(map(len, (corner, *lines))), []
     for head in sorted(found, key=lambda head: head if isinstance(head, int) else 0):
         cells = [str(head), *(cells.get(head, "") for cells in lines.values())]
-        columns.append([cell.rjust(2 + max(map(len, cells))) for cell in cells])
+        sizes = [len(COLOR.sub("", cell)) for cell in cells]
+        columns.append([" " * (2 + max(sizes) - size) + cell for cell, size in zip(cells, sizes, strict=True)])
     names = [f"{name:<{first}}" for name in (corner, *lines)]
     while columns:
         ends = itertools.accumulate(len(head) for head, *_ in columns)
@@ -44,6 +49,13 @@ def print_table(lines: dict[str, dict[Any, str]], corner: str = "") -> None:
 
 def print_wrapped(text: str) -> None:
     print(textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+
+
+def gain_text(mean: float, low: float, high: float) -> str:
+    """A gain with its interval: on a terminal green if it is above 0, red if below, unless NO_COLOR is set."""
+    text, color = interval_text(mean, low, high), 32 if low > 0 else 31 if high < 0 else 0
+    colored = color and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return f"\033[{color}m{text}\033[0m" if colored else text
 
 
 def ppl_text(ppl: float) -> str:
@@ -86,7 +98,7 @@ class Losses:
             cells |= {name: ppl_text(x.ppl) for name, x in same_n.items()}
             cells |= {"bits": f"{row.bits_per_byte:.3f}", "factor": f"{row.factor:.4g}"}
             mark = (" t" if row.n in truncated else "  ") if truncated else ""
-            lines[f"{row.n:>4}"] = cells | {"gain [95 %]": interval_text(*gain(row, bars[row.n])) + mark}
+            lines[f"{row.n:>4}"] = cells | {"gain [95 %]": gain_text(*gain(row, bars[row.n])) + mark}
         print()
         print_wrapped(f"perplexity at n tokens; bits per byte of text, factor and gain of {label}")
         print_table(lines, "   n")
