@@ -76,11 +76,14 @@ def check_command_line(config: str, words: list[str]) -> None:
     """UserError for frequent mistakes that Hydra answers with its usage or in several lines."""
     sweep, names = {"-m", "--multirun"} & {*words}, {f.name for f in fields(SCHEMAS[config])}
     for word in words:
-        key = word.partition("=")[0]
+        key, _, value = word.partition("=")
         if key.startswith("--") and key[2:].partition(".")[0] in names:
             raise UserError(f"{key}: settings have no dashes: {key[2:]}=VALUE")
         if not sweep and re.match(r"[^\[({'\"-][^\[({'\"]*,", word):
             raise UserError(f"{word}: several values are a sweep: python {config}.py -m {word}")
+        plugin = f"hydra_plugins/hydra_{value.partition('_')[0]}_launcher"
+        if key == "hydra/launcher" and value != "basic" and not any(Path(p, plugin).is_dir() for p in sys.path):
+            raise UserError(f"{word}: is not installed: pip install -e '.[sweep]'")
 
 
 class Prefixed(io.TextIOBase):
