@@ -10,16 +10,13 @@ extended the context.
 Finished lengths are kept in files under runs/NAME/eval and are not measured again.
 """
 
-import sys
-
 from conf.cli import command
-from conf.errors import UserError
 from conf.schema import EvalConfig
 from engine import device as devices, distributed
 from engine.files import locked
 from engine.run import Run
 from hf.open import open_run
-from measure.breakdowns import Breakdowns
+from measure.breakdowns import requested_groups, show_groups
 from measure.curves import align, read_run, select
 from measure.evaluation import NONE, WINDOW, Evaluation, Method, requested_method
 from measure.report import Accuracy, Losses, print_wrapped
@@ -45,7 +42,7 @@ def evaluate(cfg: EvalConfig) -> None:
     requested = requested_method(cfg)
     # NONE first: the others use its rows where they change nothing
     methods = [NONE, WINDOW, *([] if requested in (NONE, WINDOW) else [requested])]
-    breakdowns = Breakdowns(evaluation, methods, requested, cfg)
+    breakdowns = requested_groups(evaluation, cfg)
     if distributed.rank() == 0:
         print_start(run, requested, evaluation)
 
@@ -54,7 +51,6 @@ def evaluate(cfg: EvalConfig) -> None:
     work = [(m, n) for m in methods for n in missing[m.label]]
     with evaluation.running(work):
         measured = [evaluation.curve(m, cfg.fresh) for m in methods]
-        breakdowns.measure()
 
     # ---- show: tables, figure, wandb ----
     if distributed.rank() > 0:
@@ -62,24 +58,20 @@ def evaluate(cfg: EvalConfig) -> None:
     curves = {c.label: c for c in align(measured)}
     report = Accuracy(task.threshold, task.chance) if task.accuracy else Losses(task.guess)
     report.print_evaluation(list(curves.values()), curves[requested.label])
-    breakdowns.show(curves)
+    for groups in breakdowns:
+        show_groups(evaluation, curves, requested, groups)
     folder, name = run.folder / "eval", task.label.split()[0]
     figure = folder / f"ctx{evaluation.ctx}{'' if name == 'matched' else f'-{name}'}.png"
     # All curves of this run on the same targets, also those of earlier commands
     selected = select(read_run(run.folder, run.digest), evaluation.texts, evaluation.target_keys)
     title = f"{run.name}: pos={run.context.pos}, trained at {run.context.train_ctx} tokens, task={task.label}"
-    try:
-        with locked(folder, wait=True):  # another evaluation of this run may draw the same figure
-            report.draw(selected, figure, title)
-        picture = f"picture: {figure}\n"
-    except UserError as e:  # a run that can only be read
-        print(f"warning: no picture: {e}", file=sys.stderr)
-        picture = ""
+    with locked(folder, wait=True):  # another evaluation of this run may draw the same figure
+        report.draw(selected, figure, title)
     for method in methods:
         if missing[method.label]:  # else all its lengths have been logged before
             log_curve(cfg.project, evaluation, method, curves, figure)
     others = "" if cfg.runs == "runs" else f" --runs {cfg.runs}"
-    print(f"\nrows: {folder}/*.jsonl\n{picture}with other runs: python compare.py{others}")
+    print(f"\nrows: {folder}/*.jsonl\npicture: {figure}\nwith other runs: python compare.py{others}")
 
 
 def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:

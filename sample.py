@@ -42,7 +42,7 @@ def sample(cfg: SampleConfig) -> None:
     print(f"run: {run.name} ({run.reason}): {encoding_text}, trained at ctx {run.cfg.ctx}", file=sys.stderr)
 
     # ---- generate: each token is printed as it comes ----
-    decoder = Decoder(run.model, lambda n: run.change(cfg.scalings, n, longest), cfg.decode)
+    decoder = Decoder(run.model, lambda n: run.change(cfg.scalings, n, longest))
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # a token can end in the middle of a character
     began, count = time.monotonic(), 0
     print(cfg.prompt, end="", flush=True)

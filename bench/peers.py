@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bench.accuracy import frequencies, tables
 from kernels import phase, rope_torch
 from kernels.rope import rope
 
@@ -16,6 +15,17 @@ PEERS = {
     "Liger": ("liger_kernel.ops.rope", "LigerRopeFunction"),
     "FlashAttention": ("flash_attn.ops.triton.rotary", "apply_rotary"),
 }
+
+
+def frequencies(R: int) -> Tensor:
+    """float64 [R / 2], radians per position."""
+    return 10000.0 ** (-torch.arange(0, R, 2, dtype=torch.float64) / R)
+
+
+def tables(positions: Tensor, R: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, R / 2] as the peers compute them: float32 frequencies times float32 positions, then cast."""
+    angle = positions.float()[:, None] * frequencies(R).float()
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def compiled(function: Callable) -> Callable:

@@ -1,7 +1,7 @@
 """The speed of the rotary op beside its peers on a CUDA GPU: python -m bench.rope [--shapes 0 1]
 
 Microseconds, and speed relative to a device copy, by replays of CUDA graphs over buffers that outgrow the L2 cache.
-Medians, one process. The rows are appended to results/rope_kernel.jsonl as they come. bench/accuracy.py has the errors.
+Medians, one process. The rows are appended to results/rope_kernel.jsonl as they come.
 """
 
 import sys
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
-from bench.accuracy import frequencies
-from bench.peers import peers
+from bench.peers import frequencies, peers
 from bench.rows import append, parser
 from kernels import phase
 from kernels.rope import rope_packed
@@ -100,7 +99,7 @@ def main() -> None:
     command.add_argument("--shapes", nargs="*", type=int, default=range(len(SHAPES)), help=f"which of {SHAPES}")
     args = command.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("error: bench.rope needs a CUDA GPU; bench.accuracy and bench.sass do not")
+        sys.exit("error: bench.rope needs a CUDA GPU")
     for i in args.shapes:
         measure_shape(SHAPES[i], "cuda", args.out)
 

@@ -4,7 +4,6 @@ Each argument has the settings of one training as train.py accepts them: `pos=ro
 batch_tokens=32768 kernel=torch`. A step is one micro-batch of batch_tokens random tokens, with the vocabulary that
 train.py would use (50,304 tokens for exp=gpt2). Only compile=true compiles. All models are in one process, rounds
 alternate between them, and medians of the step times are compared. The row is appended to results/step.jsonl.
---ceilings: the row also has the speed of one large matrix product and of a copy.
 """
 
 import itertools
@@ -84,15 +83,6 @@ def interleaved(steps: Mapping[str, Callable[[], Tensor]], rounds: int = 7, coun
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def ceilings(device: torch.device) -> dict[str, float]:
-    """TFLOP/s of a product of two bfloat16 matrices, GB/s read and written by a copy of float32 numbers."""
-    N = 8192 if device.type == "cuda" else 1024
-    a, b = torch.randn(2, N, N, device=device, dtype=torch.bfloat16)
-    x, y = torch.zeros(2, 16 * N * N, device=device)
-    seconds = interleaved({"product": lambda: (a @ b)[0, 0], "copy": lambda: y.copy_(x)[0]}, rounds=10, count=1)
-    return {"tflop_per_s": 2e-12 * N**3 / seconds["product"], "copy_gb_per_s": 8e-9 * len(x) / seconds["copy"]}
-
-
 def sizes(cfg: TrainConfig) -> dict[str, Any]:
     """Of a row: what was trained."""
     m, bfloat16 = cfg.model, devices.uses_bfloat16(devices.pick_device(cfg.device), cfg.dtype)
@@ -106,11 +96,10 @@ def main() -> None:
     command = parser(__doc__, "step.jsonl")
     command.add_argument("training", nargs="+", help="settings of train.py, in quotes if there are several")
     command.add_argument("--rounds", type=int, default=7)
-    command.add_argument("--ceilings", action="store_true")
     args = command.parse_args()
     steps = {name: Step(train_settings(*shlex.split(name))) for name in args.training}
     first = steps[args.training[0]]
-    row = {**sizes(first.cfg), **(ceilings(first.device) if args.ceilings else {})}
+    row = sizes(first.cfg)
     seconds = interleaved(steps, args.rounds)
     speed = {name: round(step.cfg.batch_tokens / seconds[name]) for name, step in steps.items()}
     relative = {name: round(value / speed[args.training[0]], 3) for name, value in speed.items()}

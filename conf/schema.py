@@ -56,7 +56,6 @@ NAME = Rule(lambda x: bool(re.fullmatch(r"[\w-][\w.-]{,199}", x, re.A)), "at mos
 SHARE = Rule(lambda x: 0 <= x <= 1, "between 0 and 1")
 MOMENTUM = Rule(lambda x: 0 <= x < 1, "at least 0 and less than 1")
 TEMPERATURE = Rule(lambda x: x == 0 or x >= 0.001, "0 or at least 0.001")  # logits are divided by it, in float32
-DECODE = one_of("exact", "rebased")
 GATE = one_of("none", "head", "element")
 POSITIONS = one_of("ordered", "random", "random_float", "pose")
 RESIDUAL = one_of("serial", "serial_post", "serial_both", "parallel", "parallel_shared")
@@ -113,7 +112,7 @@ class ModelConfig:
     tied_head: bool = setting(True, "the head's weight is that of the token embedding")
     zero_init: bool = setting(False, "the matrices that write into the residual stream begin at 0")
     norm: str = setting("rms", "layer is LayerNorm", one_of("rms", "layer"))
-    norm_bias: bool = setting(True, "whether LayerNorm has biases; false for Cohere 2 and MPT")
+    norm_bias: bool = setting(True, "whether LayerNorm has biases; false for Cohere 2")
     norm_eps: float = setting(1e-6, "is added to the mean square", above(0))
     qk_norm: bool = setting(False, "divide each head of q and k by its root mean square")
     qk_norm_weight: bool = setting(False, "and multiply by a weight for each of its dimensions, as Qwen3")
@@ -285,8 +284,6 @@ class EvalConfig(MeasureConfig):
 
     task: dict[str, Any] = setting({}, "what is scored at a length n", CHOSEN)
     ctx: Any = setting(None, "at 64, 128, ... ctx tokens; [512,1024]: at these and L; null: follows from L", LENGTHS)
-    multiples: list[float] = setting([], "further lengths as multiples of L, where ctx is no list: [1.125,1.25,1.5]")
-    by_position: bool = setting(False, "print the loss by position in the document, too")
     by_antecedent: bool = setting(False, "print the gain by the distance to where a target's last tokens occurred, too")
     key_tokens: str | None = setting(None, "RUN of a longer context: print the gain where RUN needs that context, too")
     fresh: bool = setting(False, "measure curves again that have been measured before")
@@ -296,11 +293,6 @@ class EvalConfig(MeasureConfig):
     def longest_ctx(self) -> int:
         """The longest evaluated context, tokens, to which scaling.factor=fixed refers; 0 with ctx=null."""
         return max(self.ctx) if isinstance(self.ctx, list) else self.ctx or 0
-
-    def validate(self) -> None:
-        super().validate()
-        ok = all(0 < m < 2**63 for m in self.multiples)
-        check(ok, "multiples", self.multiples, "numbers above 0 such as [1.25,1.5]")
 
 
 @dataclass
@@ -320,8 +312,6 @@ class SampleConfig(TrainedRunConfig):
     temperature: float = setting(0.8, "logits are divided by it; 0: always the most likely token", TEMPERATURE)
     top_k: int | None = setting(50, "draw from the 50 most likely tokens; null: from all tokens", at_least(1))
     seed: int = setting(0, "of the drawing", at_least(0))
-    # If the frequencies change with the length (dynamic NTK): docs/training.md
-    decode: str = setting("exact", "exact: no cache where keys change; rebased: an approximation", DECODE)
 
 
 PARTS = {"model": ModelConfig, "optim": OptimConfig}
@@ -351,18 +341,9 @@ def from_plain(kind: type[Any], plain: dict) -> Any:
     return build_from_knobs(kind, {**plain, **parts}, "")
 
 
-SAVED = {  # keys of a saved run, with their types; pretrained is empty without init=
-    "data": {"tokenizer": str, "vocab_size": int, "holdout": int},
-    "pretrained": {"ctx": int, "tokens": int, "run": str, "weights": str},
-}
-
-
 def from_dict(plain: dict) -> TrainConfig:
     """A TrainConfig from the dictionary in a checkpoint or a config.json. UserError if it is something else."""
     check_rules(c := from_plain(TrainConfig, plain))
-    for group, keys in SAVED.items():
-        for key, hint in keys.items() if group == "data" or c.init else ():
-            check_type(f"{group}.{key}", getattr(c, group).get(key), hint)
     c.layers = layer_schedule.from_saved(c.layers) if c.layers else None
     return c
 

@@ -7,7 +7,7 @@ a hash of everything that determines their content: the text, the tokenizer and 
     val.bin                         the held-out documents one after another, the longest first
     copied.bin                      for each token of val.bin, whether it repeats training text: data/held_out.py
     ranks.tiktoken, pattern.txt     the tokenizer; tokenizer.json, n_vocab.txt if it is that of a foreign checkpoint
-    meta.json                       dtype, names and lengths of the held-out documents, sha256 of the other files
+    meta.json                       dtype, names and lengths of the held-out documents
 """
 
 import hashlib
@@ -48,8 +48,8 @@ def prepare(cfg: dict, cache: str, tokenizer_json: str | None = None) -> Corpus:
     """The corpus of these settings (a yaml of conf/data), from the folder `cache` or else built now and stored there.
 
     tokenizer_json: the content of that file, with data.tokenizer=checkpoint, or of a run with a tokenizer of the user's
-    own, whose file need not be there any more. UserError if the text cannot be read, the
-    cache cannot be written or its files are not those that were written.
+    own, whose file need not be there any more. UserError if the text cannot be read or the
+    cache cannot be written.
     """
     kind = "own" if cfg["tokenizer"].endswith(".json") else cfg["tokenizer"]
     shaping = {name: cfg[name] for name in TOKENIZER_SETTINGS} | {"tokenizer": kind}
@@ -61,7 +61,7 @@ def prepare(cfg: dict, cache: str, tokenizer_json: str | None = None) -> Corpus:
             tokenizer_json = Path(cfg["tokenizer"]).expanduser().read_text(encoding="utf-8", errors="replace")
     if tokenizer_json:
         shaping["tokenizer_json"] = hashlib.sha256(tokenizer_json.encode()).hexdigest()
-    key = _checksum(shaping)[:16]
+    key = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cache) / f"{cfg['kind']}-{kind}-{key}"
     with file_errors(f"cache={cache}: {folder.name}"):
         if not folder.exists():
@@ -81,15 +81,8 @@ def call_corpus(cfg: dict, function: str) -> Any:
 
 
 def open_prepared(folder: Path, key: str, kind: str) -> Corpus:
-    """The corpus in a folder that `build` wrote. kind: of the tokenizer. UserError if a file has changed since."""
-    try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        intact = meta.pop("sum") == _checksum(meta)
-        intact = intact and all(_sha256(folder / name) == digest for name, digest in meta["sha256"].items())
-    except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):  # content of any shape
-        intact = False
-    if not intact:
-        raise UserError(f"{folder}: its files are not those that were written: remove the folder, to prepare it again")
+    """The corpus in a folder that `build` wrote. kind: of the tokenizer."""
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     dtype = np.dtype(meta["dtype"])
     train, val = (np.memmap(folder / name, dtype=dtype, mode="r") for name in ("train.bin", "val.bin"))
     copied = np.fromfile(folder / "copied.bin", dtype=bool)
@@ -99,15 +92,6 @@ def open_prepared(folder: Path, key: str, kind: str) -> Corpus:
     encoding = tokenizer.load(kind, folder)
     sizes = tokenizer.token_bytes(encoding)
     return Corpus(key, len(sizes), held_out, sizes, encoding.encode_ordinary, encoding.decode, encoding, train)
-
-
-def _checksum(values: dict) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 # ---- preparing ----
@@ -177,12 +161,9 @@ def _write(folder: Path, cfg: dict, documents: list[tuple[str, str]], tokenizer_
     stream = np.memmap(folder / "train.bin", dtype=dtype, mode="r")
     np.concatenate(find_copies(stream, held_out_tokens)).tofile(folder / "copied.bin")
     tokenizer.save(encoding, folder)
-    meta = {
-        "dtype": dtype.name,
-        "held_out": [[name, len(tokens)] for (name, _), tokens in zip(held_out, held_out_tokens, strict=True)],
-        "sha256": {path.name: _sha256(path) for path in sorted(folder.iterdir())},
-    }
-    (folder / "meta.json").write_text(json.dumps({**meta, "sum": _checksum(meta)}, indent=1), encoding="utf-8")
+    lengths = [[name, len(tokens)] for (name, _), tokens in zip(held_out, held_out_tokens, strict=True)]
+    meta = json.dumps({"dtype": dtype.name, "held_out": lengths}, indent=1)
+    (folder / "meta.json").write_text(meta, encoding="utf-8")
     counts = f"{len(train)} training documents ({len(stream):,} tokens), {len(held_out)} held out ({len(val):,} tokens)"
     print(f"data: {counts}, vocabulary {encoding.n_vocab}", file=sys.stderr)
 

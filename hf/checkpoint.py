@@ -31,7 +31,7 @@ HARMLESS = """
     _name_or_path _model_name_or_path _commit_hash model_name auto_map custom_pipelines tokenizer_class internal_version
     transformers.js_config transformers_weights torchscript use_bfloat16 tf_legacy_loss is_decoder is_llama_config
     _attn_implementation _attn_implementation_autoset attn_implementation use_flash_attention_2 _flash_attn_2_enabled
-    pretraining_tp max_window_layers n_ctx max_sequence_length model_max_length rotary predict_special_tokens
+    pretraining_tp max_window_layers n_ctx max_sequence_length model_max_length predict_special_tokens
 
     task_specific_params finetuned finetuned_from finetuning_task id2label label2id num_labels _num_labels problem_type
     output_attentions output_hidden_states output_past output_scores return_dict return_dict_in_generate use_return_dict
@@ -41,11 +41,10 @@ HARMLESS = """
     remove_invalid_values prefix renormalize_logits tie_encoder_decoder cache_implementation
 
     attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi skip_bias_add skip_bias_add_qkv
-    slow_but_exact reorder_and_upcast_attn init_device init_config verbose tokenizer_name attn_impl
+    slow_but_exact reorder_and_upcast_attn
 """.split()  # noqa: SIM905
 HARMLESS_ENDS = ("_token_id", "dropout", "pdrop", "dropout_prob", "_penalty")
-# Keys of tools that write only notes about themselves: not an error, but a line on stderr names each
-HARMLESS_PREFIXES = ("unsloth_", "finetun", "wandb_", "mlflow_", "axolotl_")
+HARMLESS_STARTS = ("summary_", "unsloth_", "finetun", "wandb_", "mlflow_", "axolotl_")  # most are notes of tools
 OFF = (None, False, 0, [], {})  # values that turn a feature off
 # Values that do no more than leaving the key out; the last two are in the files of Phi-4-mini, for other code
 NEUTRAL = {"partial_rotary_factor": 1, "full_attn_mod": 1, "interpolate_factor": 1}
@@ -55,7 +54,7 @@ LARGEST = 2**24  # of whole numbers: far above any model's sizes, and products o
 LEAST = dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "factor"), 1.0)
 LEAST |= dict.fromkeys(("rms_norm_eps", "logits_scaling", "attn_logit_softcapping", "final_logit_softcapping"), 1e-20)
 # Of which null is another value than an absent key
-NULLS = ("num_key_value_heads", "sliding_window", "rotary_dim", "truncate")
+NULLS = ("num_key_value_heads", "sliding_window", "truncate")
 NULLS += ("attn_logit_softcapping", "final_logit_softcapping")
 RIGHT: dict[type, str] = {
     int: f"a whole number of at least 1 and at most {LARGEST}",
@@ -128,15 +127,9 @@ class Config:
         return inner
 
     def require(self, right: Mapping[str, Any]) -> None:
-        """UserError unless each of these keys has this value, or none; an object also for every other key in it."""
+        """UserError unless each of these keys has this value, or none."""
         for key, value in self.read(right).items():
-            if isinstance(right[key], dict):
-                inner = self.object(key, value)
-                inner.keys_read |= self.keys_read  # transformers 5 writes the harmless keys of every config here, too
-                inner.require(right[key])
-                inner.finish()
-            else:
-                self.check(value == right[key], key, value, f"not supported: must be {str(right[key]).lower()}")
+            self.check(value == right[key], key, value, f"not supported: must be {str(right[key]).lower()}")
 
     def refuse(self, key: str, value: Any, reason: str) -> UserError:
         """The error to raise: `PATH: key=value: reason`, with the key's name in this file."""
@@ -149,11 +142,11 @@ class Config:
     def finish(self, off: tuple = OFF) -> None:
         """UserError for the first key that was not read and is not off.
 
-        Keys with a harmless prefix, and those that ignore_keys= names, are only named.
+        Those that ignore_keys= names are only named.
         """
-        notes, self.names = [], {}  # from here on keys have the names in this file
+        self.names = {}  # from here on keys have the names in this file
         for key, value in self.values.items():
-            harmless = key.endswith(HARMLESS_ENDS) or key.startswith("summary_")
+            harmless = key.endswith(HARMLESS_ENDS) or key.startswith(HARMLESS_STARTS)
             if harmless or key in self.keys_read or value in off or value == NEUTRAL.get(key, math.nan):
                 continue
             full = self.prefix + key
@@ -162,10 +155,7 @@ class Config:
                 print(f"note: ignored {self.refuse(key, value, 'ignore_keys names it')}", file=sys.stderr)
                 continue
             reason = f"not supported, and not ignored either without ignore_keys=[{full}]"
-            self.check(key.startswith(HARMLESS_PREFIXES), key, value, reason)
-            notes.append(key)
-        if notes:
-            print(f"note: {self.path}: {', '.join(notes)}: ignored, as notes of a training tool", file=sys.stderr)
+            raise self.refuse(key, value, reason)
 
 
 # ---- a checkpoint ----

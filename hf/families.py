@@ -47,7 +47,7 @@ class Family(NamedTuple):
     model: Mapping[str, Any] = {}  # settings of ModelConfig beside those that the keys give
     gated: bool = True  # whether the MLP has a gate
     positions: PositionRule = PositionRule()
-    # Keys, also of an object, that must have the value of all its checkpoints, or none
+    # Keys that must have the value of all its checkpoints, or none
     requires: Mapping[str, Any] = {}
     ignored: str = ""  # keys that change no logit of this family
     # Changes our state dict, and model.tied_head, by what the settings cannot express
@@ -85,11 +85,6 @@ BLOOM_NAMES = (
     | {"num_attention_heads": "n_head num_attention_heads", "max_position_embeddings": "seq_length"}
     | {"rms_norm_eps": "layer_norm_epsilon", "intermediate_size": "n_inner"}
 )
-MPT_SIZES = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"}
-MPT_NAMES = MPT_SIZES | {"max_position_embeddings": "max_seq_len", "rms_norm_eps": "layer_norm_epsilon"}
-
-MPT_ATTENTION = {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"}
-
 QK_NORM = {"qk_norm": True, "qk_norm_weight": True}
 POST_NORM = {**QK_NORM, "qk_norm_all_heads": True, "residual": "serial_post"}
 LAYER = {"norm": "layer"}
@@ -204,15 +199,6 @@ FAMILIES = {
         # transformers 4.45 and later write the same two values under these names, too; transformers reads the old ones
         ignored="rope_theta partial_rotary_factor",
     ),
-    "gptj": Family(
-        weights.GPTJ,
-        GPT2 | {"max_position_embeddings": 2048, "rotary_dim": 64},
-        names=GPT2_NAMES,
-        model={**LAYER, "mlp_bias": True, "head_bias": True, "residual": "parallel_shared"},
-        gated=False,
-        positions=PositionRule(interleaved=True),
-        ignored="rope_theta scale_attn_weights",  # as transformers
-    ),
     "gpt2": Family(
         weights.GPT2,
         {**GPT2, "max_position_embeddings": 1024, "tie_word_embeddings": True}
@@ -230,15 +216,6 @@ FAMILIES = {
         model={**LAYER, **ALL_BIASES, "mlp": "gelu"},
         positions=PositionRule({"kind": "alibi"}),
         fold=weights.fold_bloom,
-    ),
-    "mpt": Family(
-        weights.MPT,
-        BASIC | {"max_position_embeddings": 2048, "tie_word_embeddings": True},
-        names=MPT_NAMES,
-        model={**LAYER, "norm_bias": False, "mlp": "gelu_exact"},
-        positions=PositionRule({"kind": "alibi"}),
-        requires={"no_bias": True, "expansion_ratio": 4, "attn_config": MPT_ATTENTION},
-        ignored="learned_pos_emb embedding_fraction norm_type attn_uses_sequence_id",  # as transformers
     ),
 }  # by model_type
 # Models that also read images: model_type -> (those of their text part, their keys that change no logit of a text)

@@ -197,14 +197,13 @@ def read_rope(
 
 def rotary_dim(c: Config, parameters: Config, D: int, rope_type: str) -> int:
     """How many dimensions of a head of width D are rotated. UserError if it is no even number of them."""
-    key, value = "rotary_dim", c.settings.get("rotary_dim", D)
-    dim, place = value, c
-    if "partial_rotary_factor" in c.settings or rope_type == "proportional":
-        key = "partial_rotary_factor"
-        nested = parameters.read({key: float | None})[key]  # where transformers 5 has it
-        place, value = (c, c.settings.get(key, 1.0)) if nested is None else (parameters, nested)
-        dim = int(D * min(value, LARGEST))
-        dim -= dim % 2 if rope_type == "proportional" else 0  # which rounds the pairs down
+    key = "partial_rotary_factor"
+    if key not in c.settings and rope_type != "proportional":
+        return D
+    nested = parameters.read({key: float | None})[key]  # where transformers 5 has it
+    place, value = (c, c.settings.get(key, 1.0)) if nested is None else (parameters, nested)
+    dim = int(D * min(value, LARGEST))
+    dim -= dim % 2 if rope_type == "proportional" else 0  # which rounds the pairs down
     ok = dim and dim % 2 == 0 and dim <= D
     place.check(ok, key, value, f"rotates {dim} of {D} dimensions: must be even, and at most all of them")
     return dim

@@ -67,12 +67,6 @@ NEOX = Table(
     | {"attention.qkv": ByHead("attention.query_key_value"), "attention.out": "attention.dense"}
     | {"mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h"},
 )
-GPTJ = Table(
-    {"tokens": "transformer.wte", "norm": "transformer.ln_f", "head": "lm_head"},
-    "transformer.h",
-    {"norm1": "ln_1", "attention.qkv": ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "attention.out": "attn.out_proj"}
-    | {"mlp.up": "mlp.fc_in", "mlp.down": "mlp.fc_out"},
-)
 GPT2 = Table(
     {"tokens": "transformer.wte", "pos.table": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head"},
     "transformer.h",
@@ -84,12 +78,6 @@ BLOOM = Table(
     {"tokens": "transformer.word_embeddings", "norm": "transformer.ln_f", "head": "lm_head"},
     "transformer.h",
     NEOX.layer | {"attention.qkv": ByHead("self_attention.query_key_value"), "attention.out": "self_attention.dense"},
-)
-MPT = Table(
-    {"tokens": "transformer.wte", "norm": "transformer.norm_f", "head": "lm_head"},
-    "transformer.blocks",
-    {"norm1": "norm_1", "norm2": "norm_2", "attention.qkv": "attn.Wqkv", "attention.out": "attn.out_proj"}
-    | {"mlp.up": "ffn.up_proj", "mlp.down": "ffn.down_proj"},
 )
 
 

@@ -161,7 +161,7 @@ def _rope_kernel(
     x1, x2, rest = _load_head(x_row, inside, D, P, BLOCK_P, BLOCK_TAIL, INTERLEAVED)
 
     # ptxas reorders loads, so it decides whether the angles are computed while the first head is being read;
-    # docs/kernel.md lists the variants where they are.
+    # docs/kernel.md says where they are.
     p_row = positions_ptr + b * p_sb
     cos, sin = _angles(phase_ptr, p_row, t, T, offset, sign, scale, P, BLOCK_P, HAS_POSITIONS)
 
@@ -183,7 +183,7 @@ def tile(P: int, itemsize: int) -> dict[str, Any]:
     """Block sizes for P rotary pairs and elements of `itemsize` bytes: a fixed rule, no autotuning.
 
     Each lane loads 128 bits of each half of a head, so all versions of Triton choose the same layout: a lane holds
-    neighbouring elements of one token (python -m bench.sass shows it).
+    neighbouring elements of one token.
     """
     BLOCK_P = triton.next_power_of_2(P)
     BLOCK_T = max(1, 32 * WARPS * 16 // (BLOCK_P * itemsize))

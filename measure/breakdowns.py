@@ -1,4 +1,4 @@
-"""What eval.py shows in addition, if asked: gains by groups of targets, and the loss by position.
+"""What eval.py shows in addition, if asked: gains by groups of targets.
 
 * by_antecedent=true: by the distance of each target to its antecedent. The antecedent is the latest earlier place in
   the document where the target's last five tokens (four before it and the target) occurred. A model that copies can
@@ -8,13 +8,11 @@
   a longer context chooses them, never the evaluated run: targets whose loss with that context is more than 2 nats lower
   than with L tokens, and below 2 nats (LongPPL, Fang et al. 2024, arXiv 2410.23771, which measures perplexity on these
   tokens only).
-* by_position=true: the loss by position, from the first ctx tokens of each document in one pass.
 
 Groups are computed from the losses of single targets that are in a file beside every curve; nothing is measured again.
 """
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,9 @@ from engine.files import locked
 from measure.curves import Curve, Row, losses_file, read_curve, write_jsonl
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
 from measure.gain import controls
-from measure.intervals import interval_text, mean_interval, ratio_interval
+from measure.intervals import interval_text, ratio_interval
 from measure.report import print_table
 from measure.tasks.matched import NEAR, Matched
-from measure.tasks.prefix import Prefix
 
 NGRAM = 5
 EDGES = (64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # of the distances to the antecedent, tokens
@@ -48,52 +45,17 @@ class Groups:
     group: np.ndarray  # int [documents, windows, scored]: the group of each target of the windows scored up to NEAR
 
 
-class Breakdowns:
-    """The requested breakdowns of one evaluation. UserError for one that its task or the reference run cannot have."""
-
-    def __init__(self, evaluation: Evaluation, methods: Sequence[Method], requested: Method, cfg: EvalConfig):
-        """methods: no scaling, the window control, and the requested method if it is another."""
-        self.evaluation, self.methods, self.requested, self.cfg = evaluation, methods, requested, cfg
-        right = "false: a task with an answer has no loss by position"
-        check(not (cfg.by_position and evaluation.task.accuracy), "by_position", cfg.by_position, right)
-        self.groups = []
-        if cfg.by_antecedent:
-            self.groups.append(antecedent_groups(matched_task(evaluation, "by_antecedent=true"), evaluation.ctx))
-        if cfg.key_tokens:
-            self.groups.append(key_token_groups(evaluation, cfg.key_tokens, cfg.runs))
-        self.positions: list[dict[str, Any]] = []
-
-    def measure(self) -> None:
-        """Compute the losses by position. The gains by group use the losses that the curves were computed from."""
-        evaluation, ctx = self.evaluation, self.evaluation.ctx
-        for method in self.methods if self.cfg.by_position else ():
-            (piece,) = Prefix(evaluation.run.corpus, ctx, len(evaluation.task.names)).pieces(ctx)
-            about = {"run": evaluation.run.name, "ctx": ctx, "label": method.label}
-            rows = position_rows(evaluation.measure(piece, evaluation.change(method, ctx)))
-            self.positions += [about | row for row in rows]
-
-    def show(self, curves: dict[str, Curve]) -> None:
-        """Print the tables, and write their rows. curves: label -> curve."""
-        method = self.requested
-        if self.positions:
-            print_positions(self.positions, self.evaluation.run.context.train_ctx)
-            self.write("position", self.positions)
-        for groups in self.groups:
-            rows = group_rows(self.evaluation, curves, method, groups)
-            title = f"gain of {method.label} over the better control by {groups.title}, nats/token [95 %]"
-            print_groups(rows, title)
-            print(f"rows: {self.write(groups.title, rows)}")
-
-    def write(self, title: str, rows: list[dict[str, Any]]) -> Path:
-        """Write rows to a file whose name tells weights, method (as the curve's file), length and texts apart."""
-        evaluation, curve = self.evaluation, self.evaluation.curve_file(self.requested)
-        file = curve.parent / "groups" / f"{title}-{curve.stem}-ctx{evaluation.ctx}-{evaluation.texts}.jsonl"
-        with locked(curve.parent, wait=True):  # another evaluation of this run may write the same file
-            write_jsonl(file, rows)
-        return file
-
-
 # ---- the groups ----
+
+
+def requested_groups(evaluation: Evaluation, cfg: EvalConfig) -> list[Groups]:
+    """Those that the settings ask for. UserError for one that the task or the reference run cannot have."""
+    groups = []
+    if cfg.by_antecedent:
+        groups.append(antecedent_groups(matched_task(evaluation, "by_antecedent=true"), evaluation.ctx))
+    if cfg.key_tokens:
+        groups.append(key_token_groups(evaluation, cfg.key_tokens, cfg.runs))
+    return groups
 
 
 def matched_task(evaluation: Evaluation, setting: str) -> Matched:
@@ -198,6 +160,20 @@ def group_rows(evaluation: Evaluation, curves: dict[str, Curve], method: Method,
     return rows
 
 
+def show_groups(evaluation: Evaluation, curves: dict[str, Curve], method: Method, groups: Groups) -> None:
+    """Print the gains of a method by group, and write their rows. curves: label -> curve.
+
+    The name of the file tells weights, method (as the curve's file), length and texts apart.
+    """
+    rows, curve = group_rows(evaluation, curves, method, groups), evaluation.curve_file(method)
+    print_groups(rows, f"gain of {method.label} over the better control by {groups.title}, nats/token [95 %]")
+    name = f"{groups.title}-{curve.stem}-ctx{evaluation.ctx}-{evaluation.texts}.jsonl"
+    file = curve.parent / "groups" / name
+    with locked(curve.parent, wait=True):  # another evaluation of this run may write the same file
+        write_jsonl(file, rows)
+    print(f"rows: {file}")
+
+
 def print_groups(rows: Iterable[dict[str, Any]], title: str) -> None:
     """A line for each group: its share of the targets, the loss of the control, and the gain at each length."""
     print(f"\n{title}")
@@ -207,32 +183,4 @@ def print_groups(rows: Iterable[dict[str, Any]], title: str) -> None:
         if r["targets"]:
             cells.setdefault("control", f"{r['control']:.3f}")
             cells[r["n"]] = interval_text(r["gain"], r["low"], r["high"])
-    print_table(lines)
-
-
-# ---- the loss by position ----
-
-
-def position_rows(nats: np.ndarray) -> list[dict]:
-    """From nats [documents, ctx]: the mean loss of each bucket of positions, 0 .. 63, 64 .. 127, 128 .. 255 and so on.
-
-    A row has the keys from, to (the first and the last position), loss (nats per token), low and high (95 %).
-    """
-    ctx = nats.shape[1]
-    edges = [0, *(64 * 2**k for k in range(ctx.bit_length()) if 64 * 2**k < ctx), ctx]
-    rows = []
-    for start, end in itertools.pairwise(edges):
-        per_document = nats[:, start:end].mean(axis=1)
-        mean, low, high = mean_interval(per_document[None])
-        rows.append({"from": start, "to": end - 1, "loss": mean, "low": low, "high": high})
-    return rows
-
-
-def print_positions(rows: Sequence[dict[str, Any]], L: int) -> None:
-    """Print a line for each bucket of positions and a column for each method. L: tokens."""
-    print("\nloss by position, nats/token: lines score different tokens, so compare the columns of one line only")
-    lines: dict[str, dict] = {}
-    for row in rows:
-        bucket = f"{row['from']}-{row['to']}" + (", past L" if row["from"] >= L else "")
-        lines.setdefault(bucket, {})[row["label"]] = f"{row['loss']:.3f}"
     print_table(lines)

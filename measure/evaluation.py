@@ -81,13 +81,10 @@ class Evaluation:
 
     def __init__(self, run: Run, cfg: EvalConfig, device: torch.device):
         self.run, self.device, self.dtype = run, device, cfg.dtype
-        for folder in (run.folder / "eval", *(run.folder / "eval").glob("*/")):
-            check(not folder.is_symlink(), str(folder), "a link", "a folder: its target would be written to")
         self.ctx: int = cfg.longest_ctx
         self.task = task = build(cfg.task, run.corpus, self.ctx, cfg.documents)
         L, longest = run.context.train_ctx, run.context.longest_trained_ctx
-        multiples = [round(m * longest) for m in cfg.multiples]
-        self.lengths = evaluated_lengths(cfg.ctx, task.shortest, (L // 2, L, longest, *multiples))
+        self.lengths = evaluated_lengths(cfg.ctx, task.shortest, (L // 2, L, longest))
         check(self.lengths[0] >= task.minimum, "ctx", cfg.ctx, f"at least {task.minimum} with task={task.label}")
         truncation = {longest} if self.ctx > longest >= task.minimum else set()  # the length of this control
         self.lengths = sorted(truncation.union(self.lengths))

@@ -7,7 +7,6 @@ runs table.
 import hashlib
 import json
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,11 @@ from measure.intervals import mean_interval
 from measure.report import effective_context
 from measure.tasks import Task
 
-NOT_IN_TABLE = ("nll", "scored_windows", "hits", "scaling")  # fields of a Row
 LOG2 = "eval/log2_n_over_L"  # the x axis: 0 at the trained context L, 1 at twice of it
 
 
 def log_curve(project: str, evaluation: Evaluation, method: Method, curves: dict[str, Curve], figure: Path) -> None:
-    """Log a curve: its points, rows and picture, and the columns of the runs table.
+    """Log a curve: its points and picture, and the columns of the runs table.
 
     curves: label -> curve, also none and window; aligned (measure/curves.py, `align`), so that losses at long n differ
     from those of the rows in their file.
@@ -34,7 +32,7 @@ def log_curve(project: str, evaluation: Evaluation, method: Method, curves: dict
     curve, none = curves[method.label], curves[NONE.label].by_length()
     (bars,) = controls(curves.values()).values()  # of one run: n -> the row of the better control
     config = curve_config(evaluation, method)
-    name, cells = curve_name(config), cells_of(curve, bars)
+    name = curve_name(config)
 
     def log_all(wandb: Any, run: Any) -> None:
         run.define_metric(LOG2, hidden=True)
@@ -44,8 +42,7 @@ def log_curve(project: str, evaluation: Evaluation, method: Method, curves: dict
                 run.define_metric(f"eval/{key}_{end}", step_metric=LOG2, hidden=True)
         for row in curve.overall:
             run.log(point(row, bars[row.n]), step=row.n)
-        table = wandb.Table(list(cells[0]), [list(row.values()) for row in cells])
-        run.log({"eval/rows": table, "eval/figure": wandb.Image(str(figure))}, step=curve.overall[-1].n)
+        run.log({"eval/figure": wandb.Image(str(figure))}, step=curve.overall[-1].n)
         run.summary.update(summary(curve, none, bars, evaluation.task) | {"n_parameters": config["n_parameters"]})
 
     # The id is new: a curve that is measured again (fresh=true) is another run
@@ -131,14 +128,3 @@ def longest_not_worse(curve: Curve, bars: dict[int, Row]) -> int:
     beyond = [row for row in curve.overall if row.n > row.longest_trained_ctx]
     worse = [row.n for row in beyond if gain(row, bars[row.n])[2] < 0]
     return max((row.n for row in curve.overall if not worse or row.n < worse[0]), default=0)
-
-
-def cells_of(curve: Curve, bars: dict[int, Row]) -> list[dict[str, Any]]:
-    """The cells of all rows of a curve, with the gains; a row of one distance of the answer has none."""
-    rows = []
-    for row in curve.rows:
-        cells = {key: value for key, value in asdict(row).items() if key not in NOT_IN_TABLE}
-        gains = (None, None, None) if row.distance else gain(row, bars[row.n])
-        named = dict(zip(("gain", "gain_low", "gain_high"), gains, strict=True))
-        rows.append(cells | {"accuracy": row.accuracy} | named)
-    return rows

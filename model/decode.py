@@ -20,15 +20,13 @@ class Decoder:
     """The logits of the next token of a growing text. Each token is processed only once, where that is exact.
 
     If the frequencies change with the length, the inputs of all layers but the first change for earlier tokens as well.
-    decode=exact then processes the complete text again, so that each step equals a full forward pass. decode=rebased
-    keeps the cached projections and only rotates the earlier keys by the new frequencies: this is exact for one layer,
-    an approximation for more, and as fast as with constant frequencies. (Hugging Face caches rotated keys, which is not
-    exact even for one layer: transformers#25104.)
+    Then the complete text is processed again, so that each step equals a full forward pass. (Hugging Face caches
+    rotated keys, which is not exact even for one layer: transformers#25104.)
     """
 
-    def __init__(self, model: GPT, change_at: Callable[[int], ContextChange], decode: str = "exact"):
-        """change_at: length n in tokens -> the change at this length. decode: exact or rebased."""
-        self.model, self.change_at, self.decode = model, change_at, decode
+    def __init__(self, model: GPT, change_at: Callable[[int], ContextChange]):
+        """change_at: length n in tokens -> the change at this length."""
+        self.model, self.change_at = model, change_at
         self.cache, self.change = Cache(), None
 
     @torch.inference_mode()
@@ -38,8 +36,7 @@ class Decoder:
         text must begin with the text of the previous call, and be longer by at least one token.
         """
         change = self.change_at(text.shape[1])
-        stale = self.change is not None and computed(change) != computed(self.change)
-        if stale and self.decode == "exact":
+        if self.change is not None and computed(change) != computed(self.change):
             self.cache = Cache()
         self.change = change
         return self.model.last_logits(text[:, self.cache.tokens :], 1, change, self.cache)[:, 0]

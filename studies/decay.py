@@ -19,7 +19,7 @@ from kernels import cos_sin, phase, rotate
 from measure import plots
 from model.scaling import TrainedContext
 from model.spectrum import frequencies
-from studies.spectrum import scaled, write_csv
+from studies.spectrum import scaled
 
 HEAD_DIM, POSITIONS, L = 64, 2048, 256  # D, the number of distances, the trained context of the scalings
 BASES = (1, 100, 500, 5000, 50000)  # 10000 is in the panel of the scalings
@@ -68,20 +68,15 @@ def decay(inv_freq: Tensor, positions: int) -> Decay:
 
 
 def main() -> None:
-    """Compute the decay for every base and scaling method, and write the table and the figure."""
+    """Compute the decay for every base and scaling method, and draw the figure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "results/decay", help="OUT.csv and OUT.png, .svg, .pdf")
+    parser.add_argument("--out", type=Path, default=ROOT / "results/decay", help="OUT.png, .svg, .pdf")
     out, T = parser.parse_args().out, POSITIONS
     trained = TrainedContext("rope", L, frequencies(HEAD_DIM, 10000.0))
     by_base = {f"base {base}": decay(frequencies(HEAD_DIM, base), T) for base in BASES}
     by_scaling = {name: decay(scaled(trained, yaml_values("scaling", name), T), T) for name in SCALINGS}
-    curves = by_base | by_scaling
-    columns = [x.tolist() for c in curves.values() for x in (c.score, c.su_bound)]
-    lines = [[m, *(f"{column[m]:.4g}" for column in columns)] for m in range(T)]
-    head = ["distance", *(f"{name} {column}" for name in curves for column in ("score", "su_bound"))]
-    write_csv(out.with_suffix(".csv"), [head, *lines])
     draw(by_base, by_scaling, out)
-    print(f"{out}.png   {out}.csv")
+    print(f"{out}.png")
 
 
 def draw(by_base: dict[str, Decay], by_scaling: dict[str, Decay], path: Path) -> None:

@@ -23,7 +23,7 @@ from conf.errors import check, user_errors
 from conf.registry import choices
 from measure.curves import write_jsonl
 from studies.jobs import Stopped, children, run_job, stop, stopping
-from studies.plan import PLANS, Job, load_size, minutes, planned_jobs, select_jobs
+from studies.plan import PLANS, Job, load_size, planned_jobs, select_jobs
 from studies.rows import StudyRow, read_rows
 
 
@@ -37,9 +37,7 @@ def main() -> None:
     rows = [*read_rows(out).rows] if out.exists() else []
     finished = {row.run for row in rows}
     todo = [job for job in jobs if job.name not in finished]
-    left = sum(minutes(job, size) for job in todo)
-    rate = f"{size.train_rate:,.0f} tokens/s of training"
-    print(f"{len(jobs)} jobs, {len(todo)} to do: about {left / 60:.1f} h at {rate}")
+    print(f"{len(jobs)} jobs, {len(todo)} to do")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
@@ -52,8 +50,8 @@ def main() -> None:
         for job, new_rows in finished_jobs(todo, run, args.jobs):
             rows += new_rows
             write_jsonl(out, rows)
-            done, left = done + 1, left - minutes(job, size)
-            print(f"\n=== {job.name} is done: {done} of {len(todo)}; about {left / 60 / args.jobs:.1f} h left ===")
+            done += 1
+            print(f"\n=== {job.name} is done: {done} of {len(todo)} ===")
     except (Stopped, KeyboardInterrupt) as e:
         left_over = f"{len(todo) - done} left; run the same command again to resume"
         print(f"stopped: {done} jobs done, {left_over}", file=sys.stderr)

@@ -61,10 +61,6 @@ class Size:
     far_windows: int = 2  # of each document at lengths past 2048
     seeds: int = 8  # at most; SEEDS has those of each part
     finetune_steps: int = 200
-    # For the forecast of the duration:
-    train_rate: float = 10_000  # tokens/s
-    eval_rate: float = 30_000  # tokens/s
-    start_seconds: float = 30  # to start and compile
 
     @functools.cached_property
     def training(self) -> TrainConfig:
@@ -220,17 +216,6 @@ def targets(job: Job, size: Size) -> tuple[str, ...]:
     windows = max(1, size.windows // (4 if job.part in FEWER_WINDOWS else 1))
     scored = f"task.scored_tokens={size.scored_tokens}", f"task.windows={windows}"
     return f"documents={size.documents}", *scored, f"task.far_windows={size.far_windows}"
-
-
-def minutes(job: Job, size: Size) -> float:
-    """A rough forecast of a job's duration."""
-    windows = size.windows // (4 if job.part in FEWER_WINDOWS else 1)
-    tokens = 0
-    for i, evaluation in enumerate(job.evaluations):
-        curves = len({*evaluation.methods} - {"none"}) + (2 if i == 0 else 0)
-        tokens += curves * size.documents * sum(n * (windows if n <= 8 * size.L else 2) for n in evaluation.lengths)
-    seconds = job.steps * size.training.batch_tokens / size.train_rate + tokens / size.eval_rate
-    return (seconds + size.start_seconds) / 60
 
 
 def select_jobs(jobs: list[Job], only: str | None) -> list[Job]:

@@ -2,15 +2,12 @@
 
     python -m studies.spectrum
 
-Prints what two published rules say about the base, and writes the rotations of each pair within L tokens as a table and
-a figure.
+Prints what two published rules say about the base, and draws the rotations of each pair within L tokens.
 """
 
 import argparse
-import csv
-import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,6 @@ from torch import Tensor
 
 from conf.errors import UserError, user_errors
 from conf.registry import yaml_values
-from engine.files import write_atomically
 from measure import plots
 from model.scaling import TrainedContext, resolve
 from model.spectrum import frequencies, rotations, warning
@@ -29,7 +25,7 @@ METHODS = ("none", "pi", "ntk", "yarn", "yarn_paper", "ntk_mixed")
 
 
 def main() -> None:
-    """Print the summary, and write the table and the figure to --out."""
+    """Print the summary, and draw the figure to --out."""
     args = parse_arguments()
     L, out = args.ctx, Path(args.out)
     trained = TrainedContext("rope", L, frequencies(args.rotary_dim, args.base))
@@ -41,12 +37,9 @@ def main() -> None:
     print(f"smallest base that keeps B(m) >= 0 up to {L} (arXiv 2405.14591): {bound:,.0f}")
     print(f"base whose slowest pair rotates as in Llama 2: {matched:,.0f}")
     by_method = rotations_by_method(trained, args.factor)
-    pairs = zip(*(r.tolist() for r in by_method.values()), strict=True)
-    lines = [[pair, *(f"{x:.6g}" for x in of_pair)] for pair, of_pair in enumerate(pairs)]
-    write_csv(out.with_suffix(".csv"), [["pair", *by_method], *lines])
     settings = f"rotary_dim {args.rotary_dim}, base {args.base:g}, extension factor {args.factor:g}"
     draw(by_method, L, f"Rotations of each RoPE pair within L = {L} tokens ({settings})", out)
-    print(f"{out}.png   {out}.csv")
+    print(f"{out}.png")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -55,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rotary-dim", type=int, default=64)
     parser.add_argument("--base", type=float, default=10000.0)
     parser.add_argument("--factor", type=float, default=8.0, help="extension factor of the methods that have one")
-    parser.add_argument("--out", default="results/spectrum", help="writes OUT.csv and OUT.png, .svg, .pdf")
+    parser.add_argument("--out", default="results/spectrum", help="writes OUT.png, .svg, .pdf")
     args = parser.parse_args()
     if args.ctx < 2 or args.rotary_dim < 4 or args.rotary_dim % 2 or args.base < 1 or args.factor < 1:
         raise UserError("--ctx must be at least 2, --rotary-dim even and at least 4, --base and --factor at least 1")
@@ -102,12 +95,6 @@ def rotations_by_method(trained: TrainedContext, factor: float) -> dict[str, Ten
             print(f"{name}: {text}")
         by_method[name] = rotations(scaled(trained, knobs, trained.train_ctx), trained.train_ctx)
     return by_method
-
-
-def write_csv(path: Path, lines: Iterable[Iterable[Any]]) -> None:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    write_atomically(path, lambda f: f.write(text.getvalue().encode()))
 
 
 def plot_by_pair(ax: Any, lines: Mapping[str, Sequence[float] | Tensor]) -> list[tuple]:

@@ -28,7 +28,7 @@ L, V = 32, 96  # the trained context, the vocabulary
 LENGTHS = (8, 12, 32, 48, 96)  # below and at the windows, at and above L
 FILE = Path(__file__).with_name("data") / "hf_models.yaml"
 CASES = {name: tuple(case) for name, case in yaml.safe_load(FILE.read_text())["cases"].items()}
-NO_ROPE_TYPES = ("gptj", "gpt2", "bloom", "mpt", "gemma3,", "ministral3", "mistral3")  # or other families have them
+NO_ROPE_TYPES = ("gpt2", "bloom", "gemma3,", "ministral3", "mistral3")  # or other families have them
 BY_TYPE = ("gemma3", "olmo3")  # families with rope_parameters of each type of layer
 # Not with every rope type: what these change is not the rotation
 SHORT = "olmo2 olmo3 granite stablelm gemma2 gemma3_text smollm3 cohere2 mistral qwen2 qwen3 exaone4 glm starcoder2"
@@ -87,8 +87,6 @@ def save_random(family: str, rope: dict, folder: Path) -> torch.nn.Module:
     config = getattr(transformers, f"{name}Config")(**{**settings, **extended, **rope})
     model = random_model(config)
     model.save_pretrained(folder)
-    # Their tables of angles and biases end with the trained context, so they are built with a longer one
-    edit(folder, **{"GPTJ": {"n_positions": L}, "Mpt": {"max_seq_len": L}}.get(name, {}))
     return model
 
 

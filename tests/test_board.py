@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from conf.errors import user_errors
 from measure.curves import write_jsonl
@@ -79,19 +78,6 @@ def test_entries_become_folders_and_lines_of_the_page(here, monkeypatch):
     assert alibi[7].startswith("-0.600 [") and alibi[8] == "<0.001"
     enter(monkeypatch)
     assert Path("board.md").read_text() == text
-
-
-def test_the_difference_is_that_of_a_t_test_between_the_seeds(here, monkeypatch):
-    """Where documents do not differ between the encodings, only the seeds' means count."""
-    for pos in ("rope", "none"):
-        enter(monkeypatch, f"pos={pos}")
-    entries = {pos: read_rows(here / f"board/{pos}/rows.jsonl") for pos in ("rope", "none")}
-    losses = [entry.losses(pos, "none", 512) for pos, entry in entries.items()]
-    want = stats.ttest_ind(losses[1], losses[0], equal_var=False)
-    found = board.compare(entries["none"], entries["rope"])
-    assert found.mean == pytest.approx(-0.03) and found.p == pytest.approx(want.pvalue, rel=0.01)
-    low, high = want.confidence_interval()
-    assert found.interval == pytest.approx((low, high), rel=0.01)
 
 
 @pytest.mark.parametrize(

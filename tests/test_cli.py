@@ -104,7 +104,7 @@ REFUSED = {
         layers=olmo3 layers.L.pos=alibi layers.G.pos=none -> pos=rope
     """,
     "eval": """
-        ctx=-5 | ctx=[64,x] -> ctx=[64, 'x'] | ctx=32 | multiples=[inf] | documents=0 | exp=nothing
+        ctx=-5 | ctx=[64,x] -> ctx=[64, 'x'] | ctx=32 | documents=0 | exp=nothing
         plus=nothing -> plus=
         plus=[../eval] -> plus= | plus=3 -> plus= | plus=[[pi]] -> plus=
         exp=quick -> no trained run with exp=quick | run=nobody | run='a**' -> run=a**
@@ -120,7 +120,7 @@ REFUSED = {
         scaling=yarn_scaled scaling.reference_ctx=0
         scaling=llama3 scaling.low_freq_factor=5 -> scaling.high_freq_factor=4.0 | scaling=ntk plus=pi run=x -> plus:
     """,
-    "sample": "temperature=-1 -> temperature=-1.0 | temperature=1e-300 | tokens=0 | decode=fast | run=nobody",
+    "sample": "temperature=-1 -> temperature=-1.0 | temperature=1e-300 | tokens=0 | run=nobody",
 }
 
 
@@ -149,6 +149,11 @@ def test_what_hydra_refuses_has_its_message_and_exit_code_1(config, setting, rig
     assert code == 1 and right in err and "Traceback" not in err
 
 
+def test_a_launcher_that_is_not_installed_is_one_line(monkeypatch):
+    sweep = ["-m", "hydra/launcher=cluster", "seed=0,1"]
+    assert "hydra/launcher=cluster: is not installed: pip install" in error_of(train.main, sweep, monkeypatch)
+
+
 @pytest.mark.parametrize(
     "settings, right",
     [
@@ -159,11 +164,6 @@ def test_what_hydra_refuses_has_its_message_and_exit_code_1(config, setting, rig
 )
 def test_a_slip_of_the_command_line_is_one_line(settings, right, monkeypatch):
     assert error_of(train.main, settings.split(), monkeypatch).startswith(f"error: {right}")
-
-
-def test_a_launcher_that_is_not_installed_is_one_line(monkeypatch):
-    sweep = ["-m", "hydra/launcher=cluster", "seed=0,1"]
-    assert "hydra/launcher=cluster: is not installed: pip install" in error_of(train.main, sweep, monkeypatch)
 
 
 def test_lists_and_quoted_texts_have_commas_without_a_sweep():

@@ -1,4 +1,4 @@
-"""Encodings that see content, KERPLE and FIRE: against the papers' formulas, written out pair by pair in float64.
+"""Encodings that see content, and FIRE: against the papers' formulas, written out pair by pair in float64.
 
 tests/test_upstream.py compares with outputs of other authors' code.
 """
@@ -21,7 +21,6 @@ from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
 from tests import helpers
 from tests.helpers import SMALL, attention_output, choices, encoding_of, model_of, random_tokens, train_settings
 
-CONTENT = [pos for pos in choices("pos") if encoding_of(pos).sees_content]
 BASES = [None, 10000.0]
 OTHERS = ["kerple", "fire", "pope"]  # besides REFERENCES
 
@@ -346,15 +345,6 @@ def test_in_window_layers_an_encoding_is_that_of_the_uniform_model_with_a_window
         assert (of_windows(tokens) - want).abs().max() < 1e-9 < (free - want).abs().max()
 
 
-@pytest.mark.parametrize("layers", ["olmo3", "swan"])
-@pytest.mark.parametrize("pos", IN_SCHEDULES)
-def test_in_mixed_layers_cached_decoding_equals_a_full_forward(pos, layers):
-    model, tokens, cache = model_with(pos, f"layers={layers}", "model.n_layers=4"), random_tokens(2, 24), Cache()
-    with torch.inference_mode():
-        parts = [model.last_logits(part, part.shape[1], NO_CHANGE, cache) for part in tokens.split([13, 1, 10], dim=1)]
-        assert (torch.cat(parts, 1) - model(tokens)).abs().max() < 1e-6
-
-
 @pytest.mark.parametrize("pos", ["kerple", "fire", "cope", "path", "t5_bias"])
 def test_masks_are_made_for_a_block_of_queries_at_a_time(pos, monkeypatch):
     plain, sizes = attention.attend_masked, []
@@ -403,19 +393,7 @@ def test_initial_values_are_those_of_the_papers():
     assert encoding_of("fire").threshold == 8 and encoding_of("fire").c.item() == pytest.approx(0.1)
 
 
-# ---- KERPLE and FIRE ----
-
-
-def test_kerple_is_its_formula():
-    encoding = encoding_of("kerple")
-    i, j = torch.tensor([0, 3, 700]), torch.tensor([0, 2, 3, 100_000])
-    bias = encoding.bias(i + 50, j + 50)
-    for h in range(4):
-        p, a = encoding.log_p[h].exp().item(), encoding.log_a[h].exp().item()
-        for m in range(3):
-            for n in range(4):
-                if (d := int(i[m] - j[n])) >= 0:
-                    assert bias[h, m, n].item() == pytest.approx(-p * math.log(1 + a * d), rel=1e-5)
+# ---- FIRE ----
 
 
 @pytest.mark.parametrize("context", [32, 400.0])

@@ -2,13 +2,10 @@
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,20 +100,6 @@ def test_two_processes_train_with_muon_as_one_does(here):
         assert largest_difference(other, one) < 5e-3
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_job_that_loses_a_process_ends_and_is_resumed_by_one(here, alone):
-    process = torchrun("train.py", *SETTINGS, "name=x")
-    wait_until(Path("runs/x/ckpt.pt").exists)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    (second,) = [int(c) for c in children if b"\0RANK=1\0" in Path(f"/proc/{c}/environ").read_bytes()]
-    os.kill(second, signal.SIGKILL)
-    out, _ = finish(process, code=None)
-    assert 10 <= checkpoint.load(Path("runs/x"))["step"] < STEPS and "trained" not in out
-    run_train(*SETTINGS[1:], "name=x")
-    assert_same_run("runs/x", alone)
-
-
 @pytest.mark.distributed
 def test_a_sharded_run_is_the_same_run_in_one_portable_file(here, alone):
     """Begun by one process, continued by two until SIGTERM, and ended by one.
@@ -139,7 +122,7 @@ def test_a_sharded_run_is_the_same_run_in_one_portable_file(here, alone):
 @pytest.mark.distributed
 def test_an_evaluation_is_the_same_to_the_bit(here, alone):
     """9 documents, which 2 processes cannot halve, and at the longer lengths several passes, so that both have some."""
-    settings = ("run=alone", "ctx=512", "documents=9", "scaling=logn", "by_position=true", "task=sliding")
+    settings = ("run=alone", "ctx=512", "documents=9", "scaling=logn", "task=sliding")
     (here / "runs").symlink_to(alone / "runs")
 
     def measured() -> list[dict]:
@@ -149,7 +132,7 @@ def test_an_evaluation_is_the_same_to_the_bit(here, alone):
     run_eval(*settings)
     one = measured()
     finish(torchrun("eval.py", *settings, "fresh=true"))
-    assert len(one) > 20 and measured() == one
+    assert len(one) > 10 and measured() == one
 
 
 def differences(a: str, b: str) -> tuple[float, float]:
@@ -279,28 +262,3 @@ def test_one_process_joins_nothing(monkeypatch):
     distributed.join(torch.device("cpu"))
     assert distributed.world() == 1 and not torch.distributed.is_initialized()
     assert distributed.interleave([1]) == [1] and distributed.total(0.1) == 0.1 and distributed.any_rank(True)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_the_slurm_script_saves_and_queues_again(here):
-    """With stand-ins for SLURM's commands: srun runs its arguments, scontrol records its own."""
-    [script] = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "docs/distributed.md").read_text(), flags=re.S)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ours = {"=8 --rdzv": "=2 --rdzv", "29500": str(port), "train.py exp=gpt2": f"{ROOT}/train.py"}
-    for text, other in {**ours, "name=gpt2": " ".join([*SETTINGS, "name=x"])}.items():
-        assert text in script
-        script = script.replace(text, other)
-    stand_ins = f"""srun() {{ "$@"; }}
-        torchrun() {{ exec {sys.executable} -m torch.distributed.run "$@"; }}
-        scontrol() {{ [ "$1" = show ] && echo localhost || echo "$@" >> asked; }}"""
-    slurm = {"SLURM_JOB_NODELIST": "x", "SLURM_NNODES": "1", "SLURM_JOB_ID": "7", "PYTHONPATH": str(ROOT)}
-    argv, env = ["bash", "-c", f"{stand_ins}\n{script}"], {**os.environ, **slurm}
-    batch = subprocess.Popen(argv, env=env, stdout=-1, stderr=-1, text=True)
-    wait_until(Path("runs/x/ckpt.pt").exists)
-    batch.send_signal(signal.SIGTERM)
-    out, err = batch.communicate(timeout=120)
-    assert "stopped: runs/x is saved at step" in out, err
-    assert Path("asked").read_text() == "requeue 7\n"

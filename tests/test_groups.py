@@ -13,7 +13,7 @@ from conf.errors import UserError
 from conf.registry import yaml_values
 from data.held_out import NGRAM, find_copies
 from measure import breakdowns
-from measure.breakdowns import Breakdowns, Groups, antecedent_groups, antecedents, group_rows
+from measure.breakdowns import Groups, antecedent_groups, antecedents, group_rows, requested_groups, show_groups
 from measure.curves import Curve, add_rows, read_curve, write_jsonl
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
 from measure.gain import controls, gain
@@ -206,7 +206,7 @@ def test_what_has_no_groups_is_refused(settings, longest_of_tuned, message, tmp_
     asked = [x for x in SETTINGS if "task=prefix" not in settings or "task." not in x] + settings.split()
     cfg = eval_settings(*asked, f"runs={tmp_path}/runs")
     other = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *asked)
-    assert message in line_of(Breakdowns, other, [NONE, WINDOW], NONE, cfg)
+    assert message in line_of(requested_groups, other, cfg)
 
 
 def test_targets_without_losses_are_one_line(tmp_path):
@@ -223,22 +223,17 @@ def test_targets_without_losses_are_one_line(tmp_path):
 
 
 def test_breakdowns_are_printed_and_written(tmp_path, capsys):
-    pi, wanted = Method("pi", [yaml_values("scaling", "pi")]), ("antecedent", "key_tokens=tuned", "position")
+    pi, wanted = Method("pi", [yaml_values("scaling", "pi")]), ("antecedent", "key_tokens=tuned")
     found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *SETTINGS)
     reference(found, tmp_path, np.full((3, 2, 64), 5.0), np.ones((3, 2, 64)))
-    asked = ("by_antecedent=true", "key_tokens=tuned", "by_position=true", f"runs={tmp_path}/runs")
-    wanted_of_pi = Breakdowns(found, [NONE, WINDOW, pi], pi, eval_settings(*SETTINGS, *asked))
     curves = curves_of(found, pi)
-    with found.running([]):
-        wanted_of_pi.measure()
-    wanted_of_pi.show(curves)
-    files = [list(tmp_path.glob(f"runs/stub/eval/groups/{title}-pi-*-ctx256-{found.texts}.jsonl")) for title in wanted]
-    of_groups = [[json.loads(line) for line in file.read_text().splitlines()] for (file,) in files]
-    positions, out = of_groups.pop(), capsys.readouterr().out
-    for title, rows in zip(wanted, of_groups, strict=False):
+    asked = ("by_antecedent=true", "key_tokens=tuned", f"runs={tmp_path}/runs")
+    for groups in requested_groups(found, eval_settings(*SETTINGS, *asked)):
+        show_groups(found, curves, pi, groups)
+    out = capsys.readouterr().out
+    for title in wanted:
+        (file,) = tmp_path.glob(f"runs/stub/eval/groups/{title}-pi-*-ctx256-{found.texts}.jsonl")
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
         assert f"gain of pi over the better control by {title}, nats/token [95 %]" in out
         assert {row["n"] for row in rows} == {128, 256} and {row["run"] for row in rows} == {"stub"}
         assert sum(row["targets"] for row in rows) == 2 * 3 * 2 * 64
-    places = [(r["label"], r["from"]) for r in positions]
-    assert places == [(label, n) for label in ("none", "window", "pi") for n in (0, 64, 128)]
-    assert "\n64-127, past L " in out and len({r["loss"] for r in positions if r["from"] == 128}) == 2

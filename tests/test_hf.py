@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,7 +16,6 @@ import eval as evaluation
 import export
 import train
 from conf.errors import UserError
-from conf.registry import ROOT
 from conf.schema import TrainConfig
 from data import corpus as corpora
 from data.corpus import held_out_texts
@@ -348,14 +345,3 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(here, monkeypatch):
     Path("there.tmp").mkdir()  # of a killed export
     run_export(monkeypatch, "run=x", "out=there")
     assert not Path("there.tmp").exists()
-
-
-@pytest.mark.process
-def test_an_export_does_not_depend_on_the_locale(here):
-    write_documents(here)
-    a_run(here, *TEXT)
-    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
-    argv = [sys.executable, str(ROOT / "export.py"), "run=x", "out=there"]
-    done = subprocess.run(argv, cwd=here, env={**os.environ, **ascii_only}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert not Path("there/tokenizer.json").read_bytes().isascii()

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +138,6 @@ OLD = {"rope_parameters": None, "torch_dtype": "float32"}  # with rope_theta and
         ("glm", {"rms_norm_eps": ..., "attention_bias": ..., "num_key_value_heads": ..., **OLD}),
         ("exaone4", {"rms_norm_eps": ..., "sliding_window_pattern": "LLLG", **OLD}),
         ("gpt2", {"layer_norm_epsilon": ..., "n_positions": 96, "scale_attn_weights": ..., "tie_word_embeddings": ...}),
-        ("gptj", {"n_inner": None, "n_positions": 96, "layer_norm_epsilon": ...}),
         ("bloom", {"n_embed": 32, "hidden_size": 64}),
         # Phi-3's first files say "su" or "yarn", with the context outside; of "su" transformers 5 wants it inside, too
         ("phi3", {**rope({"type": "su", **LONG, **CONTEXT}), "max_position_embeddings": 128}),
@@ -173,28 +171,22 @@ def test_the_base_of_olmo_3_saved_by_transformers_4_is_that_of_both_types(tmp_pa
 
 
 def test_sizes_that_are_absent_have_the_default_of_transformers(tmp_path):
-    """GPT-J rotates 64 dimensions, Mistral has 8 key-value heads and a window; null is as many as query heads."""
-    for family, key, settings in (
-        ("gptj", "rotary_dim", {"n_embd": 160, "n_head": 2, "rotary_dim": 64}),
-        ("mistral", "num_key_value_heads", {"num_attention_heads": 16, "num_key_value_heads": 8}),
-    ):
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{CASES[family][0]}Config")(**{**CASES[family][1], **settings})
-        reading.biases(transformers.AutoModelForCausalLM.from_config(config)).save_pretrained(tmp_path)
-        remove(tmp_path, key, "sliding_window")
-        reading.assert_equal(our_logits(tmp_path), reading.load(tmp_path), (20, 96))
+    """Mistral has 8 key-value heads and a window; null is as many as query heads."""
+    torch.manual_seed(0)
+    settings = {**CASES["mistral"][1], "num_attention_heads": 16, "num_key_value_heads": 8}
+    reading.random_model(transformers.MistralConfig(**settings)).save_pretrained(tmp_path)
+    remove(tmp_path, "num_key_value_heads", "sliding_window")
+    reading.assert_equal(our_logits(tmp_path), reading.load(tmp_path), (20, 96))
     assert [x.window for x in reading.read(tmp_path, L)[0].layers.types.values()] == [4096]
     edit(tmp_path, num_key_value_heads=None)
     with pytest.raises(UserError, match=r"k_proj\.weight has shape \[96, 32\], config\.json asks for \[192, 32\]"):
         reading.read(tmp_path, L)
 
 
-def test_notes_of_training_tools_are_named_and_ignored(tmp_path, capsys):
+def test_notes_of_training_tools_are_ignored(tmp_path):
     save_random("llama", {}, tmp_path)
     edit(tmp_path, unsloth_version="2025.1", unsloth_fixed=True, **dict.fromkeys(HARMLESS[2:], 1))
-    capsys.readouterr()
     reading.read(tmp_path, L)
-    assert re.fullmatch(r"note: .*config\.json: unsloth_version, unsloth_fixed: ignored, .*\n", capsys.readouterr().err)
     edit(tmp_path, unslothed=True)
     with pytest.raises(UserError, match=r"unslothed=True: not supported, and not ignored either"):
         reading.read(tmp_path, L)
@@ -237,6 +229,7 @@ TYPES = ["full_attention", "sliding_attention", *["full_attention"] * 3]
         ("llama", {"sliding_window": 64}, "sliding_window=64: not supported, and not ignored either"),
         ("llama", {"hidden_act": "relu2"}, "hidden_act=relu2: not supported: must be silu"),
         ("llama", {"activation": "relu"}, "activation=relu: not supported: must be swiglu"),
+        ("llama", {"hidden_size": "32"}, "hidden_size=32: must be a whole number"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads=3: must be a divisor of 4 heads"),
         ("llama", {"num_hidden_layers": 10**6}, "has 21 tensors for 1000000 layers"),
         ("llama", {"layer_types": ["chunked_attention"] * 2}, "layer_types=['chunked_attention', "),
@@ -260,14 +253,10 @@ TYPES = ["full_attention", "sliding_attention", *["full_attention"] * 3]
         ("llama", rope({"factor": 3.0}, factor=2.0), "rope_parameters has other values"),
         ("phi3", {**rope(), "original_max_position_embeddings": 8}, "max_position_embeddings=8: must be 32"),
         ("phi3", {**rope(), "partial_rotary_factor": 0.4}, "partial_rotary_factor=0.4: rotates 3 of 8 dimensions"),
-        ("gptj", {"rotary_dim": None}, "rotary_dim=None: rotates None of 8 dimensions"),
         ("bloom", {"seq_length": None}, "does not contain the context it was trained at"),
         ("gpt2", {"n_positions": 64}, "n_positions=64: not supported past itself, and ctx=96: try ctx=64"),
-        ("mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi=False: not supported: must be true"),
         ("exaone4", {"layer_types": None}, "layer_types=None: must be a list"),
         ("starcoder2, window", {"mlp_type": "gated"}, "mlp_type=gated: not supported: must be default"),
-        ("mpt", {"expansion_ratio": 2}, "expansion_ratio=2: not supported: must be 4"),
-        ("mpt", {"attn_config": {"clip_qkv": 6.0}}, "attn_config.clip_qkv=6.0: not supported"),
         ("granite", {"logits_scaling": 0}, "logits_scaling=0: must be a number of at least"),
     ],
     ids=str,
@@ -278,55 +267,6 @@ def test_what_is_refused_is_named(family, changes, message, tmp_path):
     with pytest.raises(UserError, match=re.escape(message)) as error:
         reading.read(tmp_path, 96)
     assert "\n" not in str(error.value)
-
-
-# ---- values of wrong types ----
-
-WRONG: list[Any] = [None, True, "4", -1, 0, 0.5, 3, float("nan"), 10**30, [1], {"a": 1}]
-
-
-# Keys that may be there although transformers does not write them
-OPTIONAL = "head_dim sliding_window layer_types rope_scaling rope_theta num_key_value_heads partial_rotary_factor"
-
-
-def mutations(values: dict) -> Iterator[dict]:
-    """Changes of config.json: each key with each wrong value, also within its objects."""
-    for key, value in values.items():
-        objects = [{**value, inner: wrong} for inner in value for wrong in WRONG] if isinstance(value, dict) else []
-        yield from ({key: wrong} for wrong in [*WRONG, *objects])
-
-
-ALL_KEYS = {**YARN, "attention_factor": 1.1, "mscale": 0.7, "mscale_all_dim": 1.2, "truncate": True}
-
-
-@pytest.mark.parametrize(
-    "family, rope",
-    [
-        ("llama", ALL_KEYS),
-        ("phi3", {"rope_type": "longrope", **LONG, **CONTEXT}),
-        ("gpt2", {}),
-        ("mpt", {}),
-        ("gemma3_text", YARN),
-        ("smollm3", {}),
-    ],
-)
-def test_a_wrong_value_is_one_line_or_harmless(family, rope, tmp_path):
-    """Every key of config.json with values of wrong types: a UserError, or a model with finite logits."""
-    save_random(family, rope, tmp_path)
-    original = json.loads((tmp_path / "config.json").read_text())
-    keys = {k: v for k, v in original.items() if k not in HARMLESS} | dict.fromkeys(("model_type", "architectures"))
-    unchanged, loaded, refused = reading.read(tmp_path, 40)[0], 0, 0
-    for changes in mutations(dict.fromkeys(OPTIONAL.split()) | keys):
-        (tmp_path / "config.json").write_text(json.dumps({**original, **changes}))
-        try:
-            cfg, *rest = reading.read(tmp_path, 40)
-            if cfg != unchanged or not {"scale", "multiplier"}.isdisjoint("_".join(changes).split("_")):
-                assert reading.logits_of(cfg, *rest)(torch.arange(40)[None] % 90).isfinite().all(), changes
-            loaded += 1
-        except UserError as e:
-            assert "\n" not in str(e) and len(str(e)) < 400, (changes, e)
-            refused += 1
-    assert refused > 50 and loaded > 20, (refused, loaded)
 
 
 # ---- popular checkpoints ----

@@ -1,7 +1,6 @@
 """The study: its plan, its rows and its resuming. Claims and tables are in test_claims.py."""
 
 import json
-import math
 import re
 import sys
 import threading
@@ -19,7 +18,7 @@ from engine.run import Run
 from model import gpt
 from model.scaling import NO_CHANGE, resolve
 from studies import matrix, plan, tables
-from studies.jobs import gather, run_script
+from studies.jobs import gather
 from studies.plan import Job
 from studies.rows import RESULTS, read_rows
 from tests.helpers import ROOT, choices, command, run_eval, run_train, train_settings
@@ -143,12 +142,6 @@ def test_the_copy_for_other_scaling_has_the_same_weights(here):
     assert rows.losses("gemma3_all_scaled", "yarn", 256) != rows.losses("gemma3", "yarn", 256)
     weights = [checkpoint.load(here / "runs/matrix-smoke" / name)["model"] for name in names[-2:]]
     assert all(torch.equal(a, b) for a, b in zip(*(w.values() for w in weights), strict=True))
-
-
-def test_lines_of_jobs_that_run_at_the_same_time_begin_with_their_names(capsys):
-    run_script(["export.py", "--help"], math.inf, "alibi-s0")
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 2 and all(line.startswith("alibi-s0: ") for line in lines)
 
 
 @pytest.mark.parametrize("size", choices("study"))

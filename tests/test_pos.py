@@ -79,20 +79,6 @@ def test_rotation_passes_the_rest_through():
     assert torch.equal(y[..., 8:], x[..., 8:]) and not torch.equal(y[..., :8], x[..., :8])
 
 
-def test_split_and_interleaved_are_a_permutation_of_each_other():
-    torch.manual_seed(0)
-    q, k, D = torch.randn(1, 7, 2, 16), torch.randn(1, 7, 2, 16), 16
-    P = torch.arange(D).view(D // 2, 2).T.reshape(-1)
-    table = cos_sin(phase(10.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)), torch.arange(7))
-    split = [rotate(x[..., P], *table) for x in (q, k)]
-    inter = [rotate(x, *table, interleaved=True) for x in (q, k)]
-    assert torch.equal(split[0], inter[0][..., P])  # bit for bit
-    scores = [torch.einsum("bqhd,bkhd->bhqk", a.double(), b.double()) for a, b in (split, inter)]
-    assert (scores[0] - scores[1]).abs().max() < 1e-12
-    wrong = [rotate(x, *table) for x in (q, k)]  # the other layout without the permutation: another model
-    assert (torch.einsum("bqhd,bkhd->bhqk", *(w.double() for w in wrong)) - scores[0]).abs().max() > 0.1
-
-
 def test_frequencies_stay_out_of_casts_and_state_dicts():
     with torch.device("meta"):
         encoding = encoding_of("rope")
@@ -110,19 +96,6 @@ def test_alibi_slopes_are_the_published_ones():
     assert slopes(6) == [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
     want12 = [2.0**-i for i in range(1, 9)] + [2.0 ** -(i + 0.5) for i in range(4)]
     assert slopes(12) == pytest.approx(want12)
-
-
-def test_alibi_equals_the_key_only_form():
-    """fairseq adds slope * j, which differs from -slope * (i - j) by a constant of each row: the softmax is one."""
-    encoding = encoding_of("alibi")
-    T = 20
-    p = torch.arange(T)
-    scores = torch.randn(4, T, T, dtype=torch.float64).masked_fill(
-        torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf
-    )
-    slope = torch.tensor(slopes(4), dtype=torch.float64)[:, None, None]
-    ours, theirs = (scores + encoding.bias(p, p).double()).softmax(-1), (scores + slope * p).softmax(-1)
-    assert (ours - theirs).abs().max() < 1e-14
 
 
 # ---- properties of whole models ----

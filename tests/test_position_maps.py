@@ -101,12 +101,6 @@ def test_every_pair_has_the_published_relative_position(position_map, relative, 
     assert ((got - plain).abs().max() > 1e-2) == changed
 
 
-def test_selfextend_with_groups_of_one_and_chunks_of_the_whole_text_change_nothing():
-    for position_map in (Grouped(5, 1), Chunks(T, T), Grouped(T, 9)):
-        relative = self_extend(5, 1) if isinstance(position_map, Grouped) else dual_chunk(T, T)
-        assert torch.equal(relative.tril(), (torch.arange(T)[:, None] - torch.arange(T)).double().tril())
-
-
 @pytest.mark.parametrize("n", [65, 100, 128, 512, 5000])
 def test_the_default_knobs_keep_all_distances_within_the_trained_context(n):
     """group=auto is the fewest tokens that do; the largest distance is that of the last query and the first key."""

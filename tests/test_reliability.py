@@ -25,14 +25,13 @@ import sample
 import train
 from conf.cli import short
 from engine import checkpoint
-from engine.files import locked
 from engine.run import Run, find_runs
 from hf.open import open_foreign
 from measure import evaluation
 from measure.breakdowns import target_losses
 from measure.curves import losses_file, read_curve, write_jsonl
 from model.decode import Decoder
-from studies import jobs, matrix
+from studies import jobs
 from tests import helpers
 from tests.helpers import ROOT, error_of, eval_settings, line_of, run_command, run_eval, run_train, start, wait_until
 from tests.hf_models import save_random, with_tokenizer
@@ -66,13 +65,6 @@ class Malicious:
         return Path.touch, (Path("executed"),)
 
 
-def flip_a_bit(path: Path) -> None:
-    """In a weight: torch does not compare the checksums of a file's parts."""
-    good, weight = path.read_bytes(), next(iter(torch.load(path, weights_only=True)["model"].values()))
-    place = good.index(weight.numpy().tobytes()[:64])
-    path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
-
-
 def edited(change: Callable[[dict], object]) -> Callable[[Path], None]:
     """Change the content of a checkpoint of an unfinished run in place."""
 
@@ -84,30 +76,18 @@ def edited(change: Callable[[dict], object]) -> Callable[[Path], None]:
     return edit
 
 
-PARTS = [part for part in checkpoint.PARTS if part != "tokenizer"]
 DAMAGES = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-5000]),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
-    "a flipped bit": flip_a_bit,
     "a pickle": lambda path: torch.save({"format": checkpoint.FORMAT, "config": Malicious()}, path),
     "another version": edited(lambda state: state.update(format=1)),
     "other settings": edited(lambda state: state.update(config={"n_layer": 4})),
-    "weights that are not finite": edited(lambda state: state["model"]["tokens.weight"][3].fill_(math.nan)),
-    "weights of another type": edited(lambda state: state["model"].update({"norm.weight": torch.ones(64).half()})),
     "weights of another shape": edited(lambda state: state["model"].update({"norm.weight": torch.ones(3)})),
     "a lost weight": edited(lambda state: state["model"].pop("norm.weight")),
-    "a negative step": edited(lambda state: state.update(step=-5)),
-    "a step past the last": edited(lambda state: state.update(step=50)),
-    "time that runs back": edited(lambda state: state.update(seconds=-1e9)),
-    "finished without a validation": edited(lambda state: state.update(step=2, validation={})),
-    "half a validation": edited(lambda state: state["validation"].pop("ppl")),
     "an unknown scaling": edited(lambda state: state["config"].update(plus=["nope"])),
     "a scaling outside conf": edited(lambda state: state["config"].update(plus=["../eval"])),
     "a number for a list": edited(lambda state: state["config"].update(plus=3)),
-    "no holdout": edited(lambda state: state["config"]["data"].pop("holdout")),
-    "a wrong parent": edited(lambda state: state["config"].update(init="y", pretrained={"ctx": "many"})),
     "lost moments": edited(lambda state: state["optimizer"]["state"].pop("norm.weight")),
-    **{f"no {part}": edited(lambda state, part=part: state.pop(part)) for part in PARTS},
 }
 
 
@@ -205,14 +185,6 @@ def test_no_file_of_a_hugging_face_folder_is_unpickled(here):
 # ---- several processes, and their ends ----
 
 
-def test_a_lock_is_held_by_one(here):
-    folder = Path("new/folder")
-    for _ in range(2):  # it can be taken again
-        with locked(folder), locked(Path("new/other")):
-            assert line_of(locked(folder).__enter__).startswith("new/folder: another process")
-    assert folder.is_dir()
-
-
 def test_a_second_training_of_one_name_is_refused_until_the_first_is_killed(here):
     """Both would end well, with the settings of one and the weights of the other. A lock ends with its process."""
     first = start("train.py", "exp=smoke", "name=x", "steps=100000", "save_every=2", "compile=false")
@@ -241,17 +213,6 @@ def test_a_study_that_is_stopped_stops_its_child(here):
     assert study.returncode == 143
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_study_says_so_by_its_exit_code(number, here, monkeypatch):
-    monkeypatch.setattr(matrix, "run_job", lambda *_, **__: [])
-    monkeypatch.setattr(matrix, "write_jsonl", lambda *_: signal.raise_signal(number))
-    handlers = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}
-    code, _, err = run_command(matrix.main, ["smoke", "--out", "rows.jsonl"], monkeypatch)
-    assert code == 128 + number and "stopped: 0 jobs done" in err
-    for x, handler in handlers.items():
-        signal.signal(x, handler)
-
-
 def test_a_child_that_does_not_end_is_killed(monkeypatch):
     ignores = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
     with subprocess.Popen([sys.executable, "-c", ignores], stdout=-1) as child:
@@ -262,22 +223,6 @@ def test_a_child_that_does_not_end_is_killed(monkeypatch):
 
 
 # ---- evaluations beside other processes ----
-
-
-def show_comparison(monkeypatch) -> tuple[str, str]:
-    """(stdout, stderr) of compare.py."""
-    code, out, err = run_command(compare.main, [], monkeypatch)
-    assert code == 0 and Path("runs/compare.png").exists()
-    return out, err
-
-
-def test_curves_of_other_weights_are_not_shown_however_new_their_files_are(x, monkeypatch):
-    (file,) = (x / "eval").glob("none-*.jsonl")
-    rows = [dataclasses.replace(row, weights="0" * 12, bits_per_byte=9.999) for row in read_curve(file).rows]
-    write_jsonl(x / "eval/none-01234567.jsonl", rows)
-    os.utime(x / "eval/none-01234567.jsonl", (2e9, 2e9))
-    out, _ = show_comparison(monkeypatch)
-    assert "x  none" in out and "9.999" not in out
 
 
 def test_an_evaluation_beside_a_training_that_saves_names_the_weights_that_it_measured(x, monkeypatch):
@@ -302,7 +247,7 @@ def test_eight_evaluations_of_one_run_at_once(x, monkeypatch):
     """They write the same rows, groups and figure; each write takes so long that they overlap."""
     fsync = os.fsync
     monkeypatch.setattr("engine.files.os.fsync", lambda f: (fsync(f), time.sleep(0.05)))
-    settings = ("run=x", "ctx=128", "documents=2", "fresh=true", "by_antecedent=true", "by_position=true")
+    settings = ("run=x", "ctx=128", "documents=2", "fresh=true", "by_antecedent=true")
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=run_eval, args=settings) for _ in range(8)]
     for process in processes:
@@ -311,67 +256,9 @@ def test_eight_evaluations_of_one_run_at_once(x, monkeypatch):
         process.join(120)
     assert [process.exitcode for process in processes] == [0] * 8
     files = {file.name for file in (x / "eval").rglob("*") if file.is_file()}
-    assert len([name for name in files if name.startswith(("antecedent", "position"))]) == 2 and "ctx128.png" in files
+    assert len([name for name in files if name.startswith("antecedent")]) == 1 and "ctx128.png" in files
     assert not any(name.endswith(".tmp") for name in files)
     assert all(len(read_curve(file).rows) == 2 for file in (x / "eval").glob("*.jsonl"))
-
-
-WITHOUT_POSIX = """
-import os, runpy, sys
-for name in ("fcntl", "resource", "termios", "tty", "pty"):
-    sys.modules[name] = None
-for name in ("fork", "killpg", "mkfifo", "sched_getaffinity", "setsid"):
-    vars(os).pop(name, None)
-from pathlib import Path
-from engine.files import locked
-if sys.argv[1] == "lock":
-    with locked(Path(sys.argv[2])):
-        print("inside", flush=True)
-        input()
-else:
-    sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def test_a_platform_without_posix_trains_evaluates_and_locks(here):
-    """Without the modules and functions that Windows lacks; there filelock has another lock than here."""
-
-    def python(*args: str) -> subprocess.Popen:
-        words = [sys.executable, "-W", "ignore", "-c", WITHOUT_POSIX, *args]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
-        return subprocess.Popen(words, env=env, stdin=-1, stdout=-1, stderr=-1, text=True)
-
-    holder = python("lock", "runs/x")
-    assert holder.stdout.readline() == "inside\n"
-    train = [str(ROOT / "train.py"), "exp=smoke", "steps=2", "name=x"]
-    _, err = python(*train).communicate(timeout=120)
-    assert "error: runs/x: another process trains this run" in err
-    holder.communicate("\n", timeout=60)
-    for args in (train, [str(ROOT / "eval.py"), "run=x", "ctx=128", "documents=4"]):
-        child = python(*args)
-        out, err = child.communicate(timeout=120)
-        assert child.returncode == 0, err
-    assert "rows: " in out and Path("runs/x/ckpt.pt").exists()
-
-
-def test_nothing_is_written_through_a_link_out_of_a_run(x):
-    outside = x.parent.parent / "outside"
-    outside.mkdir()
-    shutil.rmtree(x / "eval/losses")
-    (x / "eval/losses").symlink_to(outside)
-    error = line_of(run_eval, "run=x", "ctx=128", "documents=2", "fresh=true")
-    assert error.startswith("runs/x/eval/losses=a link: must be") and not list(outside.iterdir())
-
-
-def test_a_run_that_can_only_be_read_is_evaluated_without_a_picture(x, capsys):
-    (x / "eval/.lock").unlink()
-    (x / "eval/.lock").mkdir()  # which nobody can open, not even root
-    assert line_of(locked(Path("runs/x/eval")).__enter__).startswith("runs/x/eval: ")
-    (x / "eval/ctx128.png").unlink()
-    run_eval("run=x", "ctx=128", "documents=2")
-    out, err = capsys.readouterr()
-    assert "warning: no picture: runs/x/eval: " in err and "rows: runs/x/eval/*.jsonl" in out and ".png" not in out
 
 
 def test_SIGTERM_to_a_sweep_saves_its_job_and_begins_no_other(here):
@@ -401,7 +288,7 @@ def test_two_evaluations_add_to_one_curve_and_no_row_is_lost(here):
 
 
 def test_what_is_not_finite_is_never_a_result(x, monkeypatch):
-    """Losses of an evaluation, logits, losses of a training; weights are above."""
+    """Losses of an evaluation, logits, losses of a training."""
     measured, rate = evaluation.Evaluation.losses, train.schedule
     monkeypatch.setattr(evaluation.Evaluation, "losses", lambda *args: measured(*args) * math.nan)
     before = {f: f.read_text() for f in (x / "eval").glob("*.jsonl")}

@@ -11,22 +11,22 @@ from tests.source import ROOT, circle, code_lines, edges, functions, imports_of,
 
 # Limits, and where they are above the aim, the aim: a limit rises only with what a new feature needs
 BUDGETS = {
-    "commands": 556,
-    "conf": 580,
-    "data": 569,
-    "engine": 823,
+    "commands": 550,
+    "conf": 565,
+    "data": 554,
+    "engine": 800,
     "kernels": 338,
-    "model": 1565,
-    "measure": 1539,
-    "hf": 1269,
-    "studies": 1896,
-    "bench": 492,
-    "product": 9627,
-    "tests": 8717,
+    "model": 1564,
+    "measure": 1470,
+    "hf": 1226,
+    "studies": 1793,
+    "bench": 333,
+    "product": 9193,
+    "tests": 8207,
 }
 AIMS = BUDGETS | {
     **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100, "studies": 1500},
-    **{"bench": 450, "product": 9000, "tests": 8000},
+    **{"product": 9000, "tests": 8000},
 }
 README_LINES, README_WORDS, MINIMAL_LINES = 160, 1700, 200
 LONGEST_FUNCTION, SMALLEST_FILE, IMPORTS_IN_FUNCTIONS = 70, 25, 15  # lines, code lines, functions

@@ -1,15 +1,11 @@
 """wandb: what a training and its evaluations log to a stand-in, and to offline runs that wandb itself reads."""
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,7 +67,7 @@ def in_trained(trained, monkeypatch) -> Path:
 
 # ---- names, ids and config ----
 
-MEASUREMENTS = ["ctx=256", "ctx=128", "ctx=[64,256]", "task=sliding", "task=prefix", "documents=5", "multiples=[1.5]"]
+MEASUREMENTS = ["ctx=256", "ctx=128", "ctx=[64,256]", "task=sliding", "task=prefix", "documents=5"]
 MEASUREMENTS += ["task.scored_tokens=32", "dtype=bfloat16", "scaling=pi", "scaling=pi plus=logn"]
 
 
@@ -134,7 +130,7 @@ def test_a_resumed_training_keeps_its_id_and_what_is_done_again_has_a_new_one(he
 # ---- what is logged of a curve ----
 
 
-def test_a_curve_has_points_rows_picture_and_columns(in_trained, logged):
+def test_a_curve_has_points_picture_and_columns(in_trained, logged):
     run_eval("run=x", "ctx=256", "documents=5", "scaling=pi", "fresh=true")
     *_, run = logged
     files = [read_curve(file) for file in Path("runs/x/eval").glob("*.jsonl")]
@@ -160,10 +156,6 @@ def test_a_curve_has_points_rows_picture_and_columns(in_trained, logged):
     assert columns["tax"] == 0 and columns["minutes"] == pytest.approx(sum(r.seconds for r in rows.values()) / 60)
     assert columns["n_parameters"] == run.about.config["n_parameters"]
 
-    table = points[256]["eval/rows"]
-    cells = [dict(zip(table.columns, row, strict=True)) for row in table.data]
-    assert [row["n"] for row in cells] == [64, 128, 256] and "nll" not in table.columns
-    assert cells[-1]["gain_low"] == gain(rows[256], bars[256])[1]
     assert isinstance(points[256]["eval/figure"], wandb.Image)
 
 
@@ -172,8 +164,6 @@ def test_an_answer_has_accuracy_and_the_effective_context(in_trained, logged):
     values, columns = history(logged[0]), logged[0].summary
     assert 0 <= values[256]["eval/accuracy_low"] <= values[256]["eval/accuracy"] <= 1
     assert columns["effective_context"] in (0, *values)
-    table = values[256]["eval/rows"]
-    assert {row[table.columns.index("distance")] for row in table.data} > {None}
 
 
 @pytest.mark.parametrize(
@@ -242,28 +232,6 @@ def test_nothing_is_opened_where_nothing_is_logged(env, logged, monkeypatch, cap
     with wandb_log.Log("p", "train", "g", "n", "i", {}) as log:
         log(lambda wandb, run: 1 / 0)
     assert not logged and capsys.readouterr().out == ""
-
-
-@pytest.mark.slow
-def test_a_server_that_ends_every_connection_costs_seconds_and_no_curve(here):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def refuse() -> None:
-            with contextlib.suppress(OSError):  # of the closed socket
-                while True:
-                    server.accept()[0].close()
-
-        threading.Thread(target=refuse, daemon=True).start()
-        run_train("exp=smoke", "steps=2", "name=x")
-        env = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}", "WANDB_API_KEY": "a" * 40}
-        settings, took = ["eval.py", "run=x", "ctx=128", "documents=4", "fresh=true"], {}
-        for mode in ("offline", "online"):
-            began = time.monotonic()
-            done = command(*settings, cwd=here, WANDB_MODE=mode, **env)
-            took[mode] = time.monotonic() - began
-            lines = [line for line in done.stdout.splitlines() if line.startswith("wandb: ")]
-            assert done.returncode == 0 and len(lines) == 1 and lines[0].startswith("wandb: offline")
-    assert took["online"] - took["offline"] < 8 and len(list(Path("wandb").glob("offline-run-*-x-*"))) == 4
 
 
 @pytest.mark.slow
