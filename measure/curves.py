@@ -167,7 +167,7 @@ def read_curves(files: Iterable[Path]) -> list[Curve]:
 
 
 def read_run(folder: Path, digest: str | None) -> list[Curve]:
-    """The curves of a run that were measured with these weights. If it has others only, a line on stderr says so.
+    """The curves of a run that were measured with these weights. A line on stderr says if all its curves are of others.
 
     digest: of the weights in its ckpt.pt, whose beginning the rows have. None, for a model from elsewhere: all curves.
     """

@@ -27,9 +27,9 @@ Configs = Mapping[str, TrainConfig]  # run -> its settings
 def group_names(configs: Configs) -> dict[str, str]:
     """run -> the name of its group: that of the run with the lowest seed, without the seed: `rope` for rope-seed0.
 
-    The runs of a group have the same settings, except seed, name and run control. Two runs with the same seed, or that
-    fine-tune the same run of ours, are not independent trainings: the second is a group of its own. A group has the
-    full name of its first run if another has the shorter one.
+    The runs of a group have the same settings, except seed, name and run control. Its runs are independent trainings: a
+    second run with a seed, or with the pre-trained run of another, begins a group of its own. A group whose short name
+    another one has gets the full name of its first run.
     """
     groups: dict[str, dict[int | str, str]] = defaultdict(dict)
     for run, cfg in sorted(configs.items(), key=lambda item: (item[1].seed, item[0])):

@@ -110,8 +110,8 @@ class Encoding(nn.Module):
 
         It is called as module(x, heads, where) with model.attention's Heads and Where. x [B, N, C] is the layer's input
         for the new tokens: all T without a cache. What it computes from x must be cached for later calls with
-        where.cache.extend(self, ...). In the end it calls model.attention.attend, with other heads, or with a ScoreBias
-        of its own in place of the encoding, and returns the result, [B, H, S, D]. It initialises its own parameters.
+        where.cache.extend(self, ...). In the end it calls model.attention.attend, with other heads or with its own
+        ScoreBias instead of the encoding's, and returns the result, [B, H, S, D]. It initialises its own parameters.
         None: plain attention, with the hooks above.
         """
         return None

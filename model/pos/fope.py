@@ -4,9 +4,9 @@ Pairs without a full rotation within L have frequency 0. The cosine of another p
 sum_j a_ij cos(m theta_j), its sine the same with other coefficients: random and not trained. So scores also depend on
 the absolute positions.
 
-The authors' code differs in three details. Each head of each layer has coefficients of its own; here all share them. It
-has cos = sin = 1 at frequency 0, which doubles these pairs' weight; here they do not rotate, cos = 1 and sin = 0. And
-at most half of the pairs rotate there.
+The authors' code differs in three details. There, each head of each layer has its own coefficients; here all heads
+share them. There, a pair of frequency 0 has cos = sin = 1, which doubles its weight; here cos = 1 and sin = 0, so it does not
+rotate. There, at most half of the pairs rotate; here all with a full rotation within L.
 """
 
 import math
