@@ -5,8 +5,8 @@ sum_j a_ij cos(m theta_j), its sine the same with other coefficients: random and
 the absolute positions.
 
 The authors' code differs in three details. There, each head of each layer has its own coefficients; here all heads
-share them. There, a pair of frequency 0 has cos = sin = 1, which doubles its weight; here cos = 1 and sin = 0, so it does not
-rotate. There, at most half of the pairs rotate; here all with a full rotation within L.
+share them. There, a pair of frequency 0 has cos = sin = 1, which doubles its weight; here cos = 1 and sin = 0, so it
+does not rotate. There, at most half of the pairs rotate; here all with a full rotation within L.
 """
 
 import math
