@@ -284,6 +284,45 @@ def test_two_evaluations_add_to_one_curve_and_no_row_is_lost(here):
     assert sorted(f.name for f in file.parent.iterdir() if f.name != ".lock") == ["losses", "none-0.jsonl"]
 
 
+WITHOUT_POSIX = """
+import os, runpy, sys
+for name in ("fcntl", "resource", "termios", "tty", "pty"):
+    sys.modules[name] = None
+for name in ("fork", "killpg", "mkfifo", "sched_getaffinity", "setsid"):
+    vars(os).pop(name, None)
+from pathlib import Path
+from engine.files import locked
+if sys.argv[1] == "lock":
+    with locked(Path(sys.argv[2])):
+        print("inside", flush=True)
+        input()
+else:
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_platform_without_posix_trains_evaluates_and_locks(here):
+    """Without the modules and functions that Windows lacks; there filelock has another lock than here."""
+
+    def python(*args: str) -> subprocess.Popen:
+        words = [sys.executable, "-W", "ignore", "-c", WITHOUT_POSIX, *args]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+        return subprocess.Popen(words, env=env, stdin=-1, stdout=-1, stderr=-1, text=True)
+
+    holder = python("lock", "runs/x")
+    assert holder.stdout.readline() == "inside\n"
+    train = [str(ROOT / "train.py"), "exp=smoke", "steps=2", "name=x"]
+    _, err = python(*train).communicate(timeout=120)
+    assert "error: runs/x: another process trains this run" in err
+    holder.communicate("\n", timeout=60)
+    for args in (train, [str(ROOT / "eval.py"), "run=x", "ctx=128", "documents=4"]):
+        child = python(*args)
+        out, err = child.communicate(timeout=120)
+        assert child.returncode == 0, err
+    assert "rows: " in out and Path("runs/x/ckpt.pt").exists()
+
+
 # ---- numbers and names ----
 
 
