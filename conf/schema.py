@@ -159,7 +159,7 @@ class CommonConfig:
 
     scaling: dict[str, Any] = setting({"kind": "none"}, "the scaling method past the trained context", CHOSEN)
     plus: Any = setting([], "scaling methods added to scaling=: scaling=ntk plus=logn", PLUS)  # after `validate` a list
-    dtype: str = setting("auto", "auto: bfloat16 where the hardware has it", one_of("auto", "float32", "bfloat16"))
+    dtype: str = setting("auto", "auto: bfloat16 where it is faster", one_of("auto", "float32", "bfloat16"))
     kernel: str = setting("auto", "of the rotation; auto: triton where it runs", one_of("auto", "triton", "torch"))
     device: str = setting("auto", "cuda if there is one, else cpu")
     runs: str = setting("runs", "the folder of runs", FOLDER)

@@ -14,14 +14,14 @@ BUDGETS = {
     "commands": 550,
     "conf": 565,
     "data": 554,
-    "engine": 800,
+    "engine": 803,
     "kernels": 338,
     "model": 1564,
     "measure": 1470,
     "hf": 1226,
     "studies": 1793,
     "bench": 333,
-    "product": 9193,
+    "product": 9196,
     "tests": 8239,
 }
 AIMS = BUDGETS | {
