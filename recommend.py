@@ -52,27 +52,27 @@ def recommend(cfg: RecommendConfig) -> None:
     # ---- measure: perplexity, and in the time left copying ----
     with torch.inference_mode():
         started, until = time.monotonic(), began + PERPLEXITY * seconds
-        control, loss, gains, taxes = recommendation.compare(texts, list(methods.values()), until)
-        chosen, hits = recommendation.choose(gains, taxes), {}
+        control, loss, gains, costs = recommendation.compare(texts, list(methods.values()), until)
+        chosen, hits = recommendation.choose(gains, costs), {}
         a_round = (time.monotonic() - started) / len(gains[control])  # one of copying takes about as long
         if not chosen and time.monotonic() + 2 * a_round < began + seconds:
             settings.ctx, settings.task = [ctx], yaml_values("task", "copying")
-            best = sorted(taxes, key=lambda m: -gains[m].mean())[:2]
+            best = sorted(costs, key=lambda m: -gains[m].mean())[:2]
             copying = Evaluation(run, settings, device)
             hits = recommendation.recall(copying, [methods[m] for m in best], began + seconds)
 
     # ---- the answer, and the settings ----
     print()
-    print_wrapped(f"nats/token: gain at {ctx} over {control}; tax: the extra loss at {L} with the factor for {ctx}")
+    print_wrapped(f"nats/token: gain at {ctx} over {control}; cost: the extra loss at {L} with the factor for {ctx}")
     rows = {}
     for m, x in sorted(gains.items(), key=lambda item: -item[1].mean()):
         rows[m] = {"perplexity": f"{math.exp(min(loss - x.mean(), 700)):.2f}", "gain": recommendation.text(x)}
-        rows[m] |= {"tax": recommendation.text(taxes[m])} if m in taxes else {}
+        rows[m] |= {"cost": recommendation.text(costs[m])} if m in costs else {}
     print_table(rows)
     missing = [m for m in (*methods, NONE.label) if m not in gains]
     print_wrapped(f"{len(gains[control])} documents" + (f"; no time for {', '.join(missing)}" if missing else ""))
     factors = {m: run.change(x.scalings, ctx, ctx).factor for m, x in methods.items()}
-    lines = recommendation.sentences(control, gains, taxes, factors, ctx, L)
+    lines = recommendation.sentences(control, gains, costs, factors, ctx, L)
     if hits:
         chosen, line = recommendation.recall_sentence(hits, L)
         lines.append(line)

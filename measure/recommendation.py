@@ -1,6 +1,6 @@
 """Which scaling to deploy at a length: methods with one factor for all lengths, measured in rounds, and the choice.
 
-A deployed model has a fixed factor, ctx / L, so it pays a tax at shorter lengths, which is measured at L. All losses
+A deployed model has a fixed factor, ctx / L, which costs something at shorter lengths: measured at L. All losses
 are those of the same targets: at a length n the last n tokens up to them are given. A round scores one window with all
 methods; the first rounds take one window of each document, later ones the next.
 """
@@ -91,7 +91,7 @@ def rounds(count: int, labels: Sequence[str], measure: Callable[[str, int], list
 def compare(evaluation: Evaluation, methods: Sequence[Method], until: float) -> tuple[str, float, Arrays, Arrays]:
     """Measure methods and controls in rounds. evaluation: of task=matched, with ctx=[L, ctx].
 
-    Returns the better control, its loss, the gains over it at ctx, and the taxes at L of the methods that were
+    Returns the better control, its loss, the gains over it at ctx, and the costs at L of the methods that were
     measured, in nats per token.
     """
     L, ctx = evaluation.lengths
@@ -111,8 +111,8 @@ def compare(evaluation: Evaluation, methods: Sequence[Method], until: float) -> 
     means = {label: np.array([x[d::documents].mean(axis=0) for d in measured]) for label, x in values.items()}
     control = min((truncation, window), key=lambda label: means[label].mean())
     gains = {label: means[control][:, 0] - x[:, 0] for label, x in means.items()}
-    taxes = {m.label: means[m.label][:, 1] - means[truncation][:, 0] for m in methods if m.label in means}
-    return control, means[control].mean(), gains, taxes
+    costs = {m.label: means[m.label][:, 1] - means[truncation][:, 0] for m in methods if m.label in means}
+    return control, means[control].mean(), gains, costs
 
 
 def recall(evaluation: Evaluation, methods: Sequence[Method], until: float) -> Arrays:
@@ -144,27 +144,27 @@ def text(x: np.ndarray, form: str = "+.3f") -> str:
     return interval_text(x.mean(), *interval(x), form)
 
 
-def choose(gains: Arrays, taxes: Arrays) -> list[str]:
-    """The methods that are better than the control and that cannot be told apart from the best; the least tax first.
+def choose(gains: Arrays, costs: Arrays) -> list[str]:
+    """The methods that are better than the control and that cannot be told apart from the best; the least cost first.
 
-    gains: over the better control at ctx; taxes: at L.
+    gains: over the better control at ctx; costs: at L.
     """
-    better = sorted((m for m in taxes if interval(gains[m])[0] > 0), key=lambda m: -gains[m].mean())
+    better = sorted((m for m in costs if interval(gains[m])[0] > 0), key=lambda m: -gains[m].mean())
     alike = [m for m in better if m == better[0] or interval(gains[better[0]] - gains[m])[0] <= 0]
-    return sorted(alike, key=lambda m: taxes[m].mean())
+    return sorted(alike, key=lambda m: costs[m].mean())
 
 
-def sentences(control: str, gains: Arrays, taxes: Arrays, factors: Mapping[str, float], ctx: int, L: int) -> list[str]:
+def sentences(control: str, gains: Arrays, costs: Arrays, factors: Mapping[str, float], ctx: int, L: int) -> list[str]:
     """The choice in words. factors: label -> s; 1 of a method that has none."""
-    if alike := choose(gains, taxes):
+    if alike := choose(gains, costs):
         chosen, *others = alike
         factor = f" with factor {factors[chosen]:g}" if factors[chosen] > 1 else ""
         better = f"at {ctx} it is {text(gains[chosen])} nats/token better than {control}"
-        lines = [f"Use {chosen}{factor}: {better}; it costs {text(taxes[chosen])} at {L}."]
+        lines = [f"Use {chosen}{factor}: {better}; it costs {text(costs[chosen])} at {L}."]
         if others:
             lines.append(f"These texts do not tell it apart from {' or '.join(others)}, but it costs least.")
         return lines
-    first = max(taxes, key=lambda m: gains[m].mean())
+    first = max(costs, key=lambda m: gains[m].mean())
     lines = [f"Nothing beats {control} on these texts: keep {L} tokens ({first} {text(gains[first])})."]
     if (truncation := f"truncation to {L}") != control:  # which is what the flags do
         lines.append(f"The flags below truncate, which is {text(gains[truncation])} against that window.")

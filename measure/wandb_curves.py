@@ -99,8 +99,8 @@ def point(row: Row, bar: Row) -> dict[str, float]:
 def summary(curve: Curve, none: dict[int, Row], bars: dict[int, Row], task: Task) -> dict[str, float]:
     """The columns of the runs table. L is the context of pre-training; without the length of a column it is absent.
 
-    ppl@L, bits_per_byte@L; gain@2x and gain@4x: the gain at 2 L and 4 L, nats per token; tax: the increase of the loss
-    at the longest length up to L; longest_not_worse; effective_context: of tasks with an answer; minutes: of the
+    ppl@L, bits_per_byte@L; gain@2x and gain@4x: the gain at 2 L and 4 L, nats per token; cost@L: the increase of the
+    loss at the longest length up to L; longest_not_worse; effective_context: of tasks with an answer; minutes: of the
     measurement.
     """
     rows, L = curve.by_length(), curve.first.train_ctx
@@ -112,7 +112,7 @@ def summary(curve: Curve, none: dict[int, Row], bars: dict[int, Row], task: Task
             columns |= interval(f"gain@{multiple}x", gain(row, bars[row.n]))
     inside = [n for n in rows if n <= L]
     if inside and curve.label not in (NONE.label, WINDOW.label):
-        columns |= interval("tax", gain(none[inside[-1]], rows[inside[-1]]))
+        columns |= interval("cost@L", gain(none[inside[-1]], rows[inside[-1]]))
     columns["longest_not_worse"] = longest_not_worse(curve, bars)
     if task.accuracy:
         columns |= interval("effective_context", effective_context(curve, task.threshold))
@@ -123,7 +123,7 @@ def longest_not_worse(curve: Curve, bars: dict[int, Row]) -> int:
     """The longest length n such that the curve is not worse than the better control at any length up to n.
 
     Worse: the interval of the gain is below 0. Lengths up to the trained context count as not worse: there the control
-    sees everything, and `tax` says what is lost. 0 if no length was measured.
+    sees everything, and `cost@L` says what is lost. 0 if no length was measured.
     """
     beyond = [row for row in curve.overall if row.n > row.longest_trained_ctx]
     worse = [row.n for row in beyond if gain(row, bars[row.n])[2] < 0]

@@ -534,14 +534,14 @@ def test_curves_are_reused_and_measured_again_when_asked(runs, monkeypatch):
     assert done == [(label, n) for label in ("none", "window") for n in (64, 128)]
 
 
-def test_fixed_factor_shows_its_tax(runs, capsys):
+def test_fixed_factor_shows_its_cost(runs, capsys):
     """As the gain at L, where both controls are the model as it was trained."""
     run_eval("run=rope", "ctx=256", "scaling=pi", "scaling.factor=fixed", *FEW)
     curves = curves_of("rope", texts=curves_of("rope")["pi factor=fixed"].first.texts)
-    taxed, none = (curves[label].by_length()[64] for label in ("pi factor=fixed", "none"))
+    fixed, none = (curves[label].by_length()[64] for label in ("pi factor=fixed", "none"))
     assert [row.factor for row in curves["pi factor=fixed"].rows] == [4, 4, 4]
-    tax = re.search(r"\n  64    1 .* ([+-]\d\.\d+) \[", capsys.readouterr().out)
-    assert tax and float(tax[1]) == pytest.approx(none.loss - taxed.loss, abs=6e-4) != 0
+    cost = re.search(r"\n  64    1 .* ([+-]\d\.\d+) \[", capsys.readouterr().out)
+    assert cost and float(cost[1]) == pytest.approx(none.loss - fixed.loss, abs=6e-4) != 0
 
 
 def test_what_an_evaluation_prints_fits_80_columns_in_one_table(capsys):

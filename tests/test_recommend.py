@@ -24,7 +24,7 @@ from tests.helpers import StubModel, error_of, eval_settings, held_out, run_comm
 # ---- the choice ----
 
 NOISE = 0.01 * np.array([-1.0, 1.0, -1.0, 1.0, 0.0])
-TAXES = {m: np.full(5, tax) for m, tax in {"YaRN": 0.02, "NTK": 0.01, "PI": 0.3}.items()}
+COSTS = {m: np.full(5, cost) for m, cost in {"YaRN": 0.02, "NTK": 0.01, "PI": 0.3}.items()}
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ TAXES = {m: np.full(5, tax) for m, tax in {"YaRN": 0.02, "NTK": 0.01, "PI": 0.3}
     ],
 )
 def test_the_choice_is_the_best_beyond_its_interval_and_of_equals_the_cheapest(gains, chosen, words):
-    assert choose(gains, TAXES) == chosen
-    lines = sentences("truncation to 64", gains, TAXES, dict.fromkeys(TAXES, 4.0), 256, 64)
+    assert choose(gains, COSTS) == chosen
+    lines = sentences("truncation to 64", gains, COSTS, dict.fromkeys(COSTS, 4.0), 256, 64)
     assert words in " ".join(lines)
 
 
@@ -95,8 +95,8 @@ def test_all_lengths_score_the_same_targets_and_the_factor_is_fixed(tmp_path):
     evaluation = stub_evaluation(Ends(needs=120, window_costs=2.0), texts, tmp_path, "ctx=[64,128]", *task)
     yarn = recommendation.candidates(evaluation.run, 128, NONE)[0]
     assert [evaluation.change(yarn, n).factor for n in (8, 64, 128)] == [2, 2, 2]
-    control, _, gains, taxes = recommendation.compare(evaluation, [yarn], time.monotonic() + 60)
-    assert control == "truncation to 64" and taxes["YaRN"] == pytest.approx(0)
+    control, _, gains, costs = recommendation.compare(evaluation, [yarn], time.monotonic() + 60)
+    assert control == "truncation to 64" and costs["YaRN"] == pytest.approx(0)
     means = {label: x.mean() for label, x in gains.items()}
     assert means == pytest.approx({"truncation to 64": 0, "a window of 64": -2, "YaRN": 1, "none": 1})
 

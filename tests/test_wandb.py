@@ -153,7 +153,7 @@ def test_a_curve_has_points_picture_and_columns(in_trained, logged):
     assert (columns["ppl@L"], columns["bits_per_byte@L"]) == (rows[64].ppl, rows[64].bits_per_byte)
     for name, n in (("gain@2x", 128), ("gain@4x", 256)):
         assert tuple(columns[f"{name}{end}"] for end in ("", "_low", "_high")) == gain(rows[n], bars[n])
-    assert columns["tax"] == 0 and columns["minutes"] == pytest.approx(sum(r.seconds for r in rows.values()) / 60)
+    assert columns["cost@L"] == 0 and columns["minutes"] == pytest.approx(sum(r.seconds for r in rows.values()) / 60)
     assert columns["n_parameters"] == run.about.config["n_parameters"]
 
     assert isinstance(points[256]["eval/figure"], wandb.Image)

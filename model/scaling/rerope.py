@@ -19,7 +19,7 @@ def scale(
 ) -> ContextChange:
     """L here is the longest trained context. size: w in tokens, None: L / 2. leak: None clips, a number of at least 1,
     or "auto" for (n - w) / (L - w), with which no distance exceeds L. always: clip also at n <= L; distances from w to
-    L are trained, so this raises the loss there (its tax: docs/measuring.md).
+    L are trained, so this raises the loss there (what it costs: docs/measuring.md).
     """
     L = trained.longest_trained_ctx
     w = trained.checked_size(size, default=L // 2)
