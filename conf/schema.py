@@ -144,7 +144,7 @@ class OptimConfig:
     lr: float = setting(MISSING, "the peak", above(0))
     matrix_lr: float | None = setting(None, "the peak of Muon, for the matrices of the blocks; null: AdamW", above(0))
     momentum: float = setting(0.95, "of Muon", MOMENTUM)
-    ns_steps: int = setting(5, "of Muon's Newton-Schulz iteration", SIZE)
+    ns_steps: int = setting(5, "of Muon's Newton-Schulz iteration", between(1, 99))
     warmup: int = setting(MISSING, "steps of linear warm-up", at_least(0))
     final_lr: float = setting(0.0, "at the last step, as a share of lr", SHARE)
     beta1: float = setting(0.9, "of the mean of the gradient", MOMENTUM)

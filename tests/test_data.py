@@ -162,7 +162,7 @@ def test_every_corpus_takes_the_settings_of_its_yaml(name):
 
 def test_packages_that_are_missing_or_others_are_one_line_with_the_command_that_gets_them(here):
     cfg = yaml_values("data", "python") | {"folder": "packages"}
-    install = "pip install --no-deps --target packages dask==2026.8.0 "
+    install = "pip install --no-deps --upgrade --target packages dask==2026.8.0 "
     assert f"data.folder=packages: dask is not there: {install}" in line_of(corpora.prepare, cfg, ".cache")
     for requirement in python.REQUIREMENTS:
         Path("packages", requirement.partition("==")[0]).mkdir(parents=True)

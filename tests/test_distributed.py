@@ -89,13 +89,20 @@ def test_two_processes_train_as_one_does(here, alone):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes_train_with_muon_as_one_does(here):
+def test_two_processes_train_with_muon_as_one_does_and_resume_to_the_bit(here):
     """Its products are in bfloat16, so rounding differs more than with AdamW."""
     run_train(*SETTINGS[1:], "optim=muon", "name=one")
     one = checkpoint.load(Path("runs/one"))
     for name, more in (("two", ()), ("shards", ("shard=true",))):
         finish(torchrun("train.py", *SETTINGS, "optim=muon", f"name={name}", *more))
-        other = checkpoint.load(Path("runs") / name)
+        other, stopped = checkpoint.load(Path("runs") / name), Path(f"runs/{name}-stopped/ckpt.pt")
+        process = torchrun("train.py", *SETTINGS, "optim=muon", f"name={name}-stopped", *more)
+        wait_until(stopped.exists)
+        process.send_signal(signal.SIGTERM)
+        finish(process, code=None)
+        assert checkpoint.load(stopped.parent)["step"] < STEPS
+        finish(torchrun("train.py", *SETTINGS, "optim=muon", f"name={name}-stopped", *more))
+        assert largest_difference(other, checkpoint.load(stopped.parent)) == 0
         assert other["validation"]["loss"] == pytest.approx(one["validation"]["loss"], abs=1e-3)
         assert largest_difference(other, one) < 5e-3
 

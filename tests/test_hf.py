@@ -19,6 +19,7 @@ from conf.errors import UserError
 from conf.schema import TrainConfig
 from data import corpus as corpora
 from data.corpus import held_out_texts
+from data.tokenizer import padded
 from engine import checkpoint
 from hf.families import FAMILIES, TEXT_PARTS
 from model import gpt
@@ -282,6 +283,7 @@ def test_exported_tokens_equal_ours(model, here, monkeypatch):
         assert written(text)["input_ids"] == expected
         assert written.decode(expected) == text
     assert written.eos_token_id == corpus.encoding.eot_token and len(written) == corpus.encoding.n_vocab
+    assert padded(50257) == 50304 and padded(2048) == 2048  # GPT-2's
     # 257 tokens are padded to 320 rows for the training; generate() must not draw one of the 63 others
     assert reading.load(Path("there")).get_input_embeddings().num_embeddings == corpus.encoding.n_vocab
 
