@@ -228,7 +228,7 @@ def pretrained_ctx(c: Config, parameters: Config, rope_type: str, rule: Position
 def known_ctx(L: int | None, train_ctx: int | None, unknown: str) -> int:
     """L: in config.json; train_ctx: of the command. UserError if there is neither."""
     if L is None and train_ctx is None:
-        raise UserError(f"{unknown}: eval.py takes the context of its training as train_ctx=; init= cannot use it")
+        raise UserError(f"{unknown}: give the context of its training, train_ctx=; with init= that is not possible")
     return L or train_ctx or 0
 
 

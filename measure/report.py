@@ -147,7 +147,7 @@ class Losses:
         ns = sorted({n for at in gains.values() for n in at if n > L})
         print("\ngain over the better control (window, truncation), nats/token [95 %]")
         for pair in (ns[i : i + 2] for i in range(0, len(ns), 2)):
-            print_table({k: {n: interval_text(*at[n][:3]) for n in pair if n in at} for k, at in gains.items()})
+            print_table({k: {n: gain_text(*at[n][:3]) for n in pair if n in at} for k, at in gains.items()})
 
     def draw(self, shown: Sequence[Curve], path: Path, title: str, curves: Sequence[Curve] = ()) -> None:
         """Bits per byte and perplexity against context length. curves: with the controls of the runs, if not shown.

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from conf.schema import ModelConfig
 from model import masks
 from model.linear_attention import linear_attention
-from model.masks import ScoreBias, query_blocks
+from model.masks import QueryBlock, ScoreBias, query_blocks
 from model.pos import Encoding
 from model.regions import widen
 from model.scaling import ContextChange
@@ -223,8 +224,9 @@ def attend_unfused(heads: Heads, score_bias: ScoreBias, places: Tensor, change: 
     It slices neither q, k nor v: for slices, Inductor of torch 2.13 compiles a backward pass on a CPU that returns NaN.
     With a bias, whose mask is float32, scores and softmax are float32 too.
     """
-    (block,) = query_blocks(heads.q, heads.k, score_bias, places, change, heads.prepended)
-    return attend_scores(heads.q, heads.k, heads.v, block.mask, heads.q.shape[-1] ** -0.5, heads.softcap)
+    (block,) = query_blocks(heads.q, heads.k, change, heads.prepended)
+    mask = block.mask(heads.q, score_bias, places, change, heads.prepended)
+    return attend_scores(heads.q, heads.k, heads.v, mask, heads.q.shape[-1] ** -0.5, heads.softcap)
 
 
 def attend_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -260,20 +262,27 @@ def attend_key_bias(heads: Heads, key_bias: Tensor) -> Tensor:
 def attend_blocks(heads: Heads, score_bias: ScoreBias, places: Tensor, change: ContextChange) -> Tensor:
     """Attention with a mask (window, bias, regions, or fewer queries than keys), a block of queries at a time.
 
-    Never compiled (engine/compile.py), for the reason that attend_unfused gives.
+    In training, a block with a bias is computed again in the backward pass, so that no T x T numbers are kept. Never
+    compiled (engine/compile.py), for the reason that attend_unfused gives.
     """
-    D, window, outputs, start = heads.q.shape[-1], change.window, [], 0
+    window, outputs, start = change.window, [], 0
     regions = change.position_map.regions() if change.position_map is not None else []
     plain = not score_bias.has_bias and not regions and heads.softcap is None
     if window is not None and plain and heads.q.shape[2] == heads.k.shape[2]:
         start = window  # the first queries see all earlier keys, so they need no mask
         outputs.append(attend_causal(*(x[:, :, :window] for x in (heads.q, heads.k, heads.v))))
-    for block in query_blocks(heads.q, heads.k, score_bias, places, change, heads.prepended, start):
+
+    def attend(block: QueryBlock) -> Tensor:
         rotations = [(q[:, :, block.rows], block.keys_of(k)) for q, k in [(heads.q, heads.k), *heads.far]]
-        q, k, v, mask = *rotations[0], block.keys_of(heads.v), block.mask
+        (q, k), v, D = rotations[0], block.keys_of(heads.v), heads.q.shape[-1]
+        mask = block.mask(heads.q, score_bias, places, change, heads.prepended)
         if regions:
             q, k, v, mask = widen(rotations, v, mask, regions, *block.in_text(heads.prepended))
-        outputs.append(attend_masked(q, k, v, mask, D**-0.5, heads.softcap)[..., :D])
+        return attend_masked(q, k, v, mask, D**-0.5, heads.softcap)[..., :D]
+
+    again = score_bias.has_bias and torch.is_grad_enabled() and heads.q.shape[2] > masks.QUERY_BLOCK
+    for block in query_blocks(heads.q, heads.k, change, heads.prepended, start):
+        outputs.append(checkpoint(attend, block, use_reentrant=False) if again else attend(block))
     return torch.cat(outputs, dim=2)
 
 

@@ -49,7 +49,22 @@ class QueryBlock:
     queries: range  # their indices
     first: int
     near: range  # indices
-    mask: Tensor  # the bias, and -inf where a query does not see a key, [1 or B, 1 or H, queries, keys]
+
+    def mask(self, q: Tensor, score_bias: ScoreBias, places: Tensor, change: ContextChange, prepended: int) -> Tensor:
+        """The bias, and -inf where a query does not see a key, [1 or B, 1 or H, queries, keys].
+
+        q: for its dtype and device; the other arguments are those of `query_blocks` and attention.
+        """
+        # A CPU compares int64 more slowly
+        index = torch.arange(self.queries.stop, device=q.device, dtype=torch.int32)
+        q_index, k_index = index[self.queries.start :, None], select_keys(index, 0, self.first, self.near)
+        seen = sees(q_index, k_index, change.window, change.always_visible + prepended)
+        mask = torch.where(seen, q.new_zeros(()), -math.inf)
+        q_places = places[..., self.queries.start : self.queries.stop]
+        bias = score_bias.bias(q_places, select_keys(places, -1, self.first, self.near))
+        if bias is not None:  # bfloat16 could not hold ALiBi's slope x distance from distance 257 on
+            mask = bias.to(torch.promote_types(q.dtype, torch.float32)) + mask
+        return mask if mask.dim() == 4 else mask.expand(1, 1 if mask.dim() == 2 else -1, -1, -1)
 
     def keys_of(self, x: Tensor) -> Tensor:
         """[B, H, T, D] -> [B, H, keys, D]"""
@@ -67,9 +82,7 @@ def select_keys(x: Tensor, dim: int, first: int, near: range) -> Tensor:
     return torch.cat((x.narrow(dim, 0, first), selected), dim) if first else selected
 
 
-def query_blocks(
-    q: Tensor, k: Tensor, score_bias: ScoreBias, places: Tensor, change: ContextChange, prepended: int, start: int = 0
-) -> Iterator[QueryBlock]:
+def query_blocks(q: Tensor, k: Tensor, change: ContextChange, prepended: int, start: int = 0) -> Iterator[QueryBlock]:
     """The queries q [B, H, S, D] from number `start` on, in blocks of at most QUERY_BLOCK, each with the keys it sees.
 
     They are those of the last S of the T keys k [B, G, T, D], of which the first are `prepended` to the text.
@@ -81,11 +94,4 @@ def query_blocks(
         queries = range(T - S + rows.start, T - S + rows.stop)
         near = range(0 if window is None else max(0, queries.start - window + 1), queries.stop)
         first = 0 if window is None else min(always_visible, near.start)
-        index = torch.arange(queries.stop, device=q.device, dtype=torch.int32)  # a CPU compares int64 more slowly
-        q_index, k_index = index[queries.start :, None], select_keys(index, 0, first, near)
-        mask = torch.where(sees(q_index, k_index, window, always_visible), q.new_zeros(()), -math.inf)
-        bias = score_bias.bias(places[..., queries.start : queries.stop], select_keys(places, -1, first, near))
-        if bias is not None:  # bfloat16 could not hold ALiBi's slope x distance from distance 257 on
-            mask = bias.to(torch.promote_types(q.dtype, torch.float32)) + mask
-        mask = mask if mask.dim() == 4 else mask.expand(1, 1 if mask.dim() == 2 else -1, -1, -1)
-        yield QueryBlock(rows, queries, first, near, mask)
+        yield QueryBlock(rows, queries, first, near)

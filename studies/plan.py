@@ -35,14 +35,17 @@ SEEDS = {"rope": 8, "finetune": 6, "base": 4, "encodings": 4, "books": 4, "tasks
 FEWER_WINDOWS = ("encodings", "base")  # a quarter of the others'
 # Methods -> the runs that are evaluated with them, besides none and the window control
 EVALUATED_WITH = {
-    ("yarn",): ("xpos", "pope", "fope", "rope_resonance", "gemma3", "gemma4", "olmo3", "sssl", "smollm3"),
+    ("yarn",): (
+        *("xpos", "pope", "fope", "rope_resonance", "rope_proportional", "gate_head", "gate_element"),
+        *("gemma3", "gemma4", "olmo3", "sssl", "smollm3"),
+    ),
     ("logn",): ("swan", "drope", "rope_to_swan"),
     ("pi",): ("random_float",),  # as its paper reads
     ("pi", "ntk", "yarn"): ("rope", "complete_pairs", *(f"base{base}" for base in BASES)),
 }
 OWN = {name: methods for methods, names in EVALUATED_WITH.items() for name in names}
-OTHERS = {f"gate_{kind}": (f"model.attention_gate={kind}",) for kind in ("head", "element")}
-OTHERS |= {"random_float": ("positions=random_float",)}
+OTHERS: dict[str, tuple[str, ...]] = {f"gate_{kind}": (f"model.attention_gate={kind}",) for kind in ("head", "element")}
+OTHERS |= {"random_float": ("positions=random_float", "longest={L}")}  # then positions are within L, as in its paper
 LARGER_BASE = 500_000  # of ABF, as Xiong et al. have it
 TASKS = ("recall", "mqar")
 OF_TASKS = ("rope", "alibi", "kerple", "fox", "gemma3", "swan")
@@ -116,7 +119,8 @@ class Job:
 
 def from_scratch(size: Size, part: str, name: str, seed: int, *evaluations: Evaluation, settings: tuple = ()) -> Job:
     """name: of an encoding, a layer schedule, one of OTHERS, or any other with `settings`."""
-    chosen = settings or OTHERS.get(name) or ((f"pos={name}",) if name in choices("pos") else (f"layers={name}",))
+    others = tuple(x.format(L=size.L) for x in OTHERS.get(name, ()))
+    chosen = settings or others or ((f"pos={name}",) if name in choices("pos") else (f"layers={name}",))
     if name in choices("pos") and "max_positions" in yaml_values("pos", name):  # a table of positions needs all rows
         chosen += (f"pos.max_positions={max(n for x in evaluations for n in x.lengths)}",)
     train = (*chosen, *size.train, f"seed={seed}")

@@ -9,7 +9,7 @@ from engine.optimizer import make_optimizers
 from model import attention, gpt, spectrum
 from model.masks import query_blocks
 from model.pos.alibi import slopes
-from model.scaling import ContextChange, TrainedContext, resolve
+from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
 from tests.helpers import SMALL, encoding_of, scaling_knobs, train_settings
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -45,15 +45,17 @@ def test_a_bias_is_added_in_float32_under_autocast(pos, T, S, window, grad, devi
 
 def test_alibis_mask_is_slope_times_distance_to_the_last_bit():
     q, p, encoding = torch.zeros(1, 4, 1024, 16, dtype=torch.bfloat16), torch.arange(1024), encoding_of("alibi")
-    for block in query_blocks(q, q, encoding, p, ContextChange(), prepended=0):
+    for block in query_blocks(q, q, NO_CHANGE, prepended=0):
         distance = p[list(block.queries), None] - p[list(block.near)]
         seen = distance >= 0
-        for mask, slope in zip(block.mask[0], slopes(4), strict=True):
+        for mask, slope in zip(block.mask(q, encoding, p, NO_CHANGE, 0)[0], slopes(4), strict=True):
             assert (
                 torch.equal(-mask[seen].double(), slope * distance[seen].double()) and mask[~seen].eq(-math.inf).all()
             )
-    (block,) = query_blocks(*[q[:, :, :9]] * 2, encoding_of("rope"), p[:9], ContextChange(window=5), prepended=0)
-    assert block.mask.dtype == q.dtype  # without a bias attention stays in bfloat16
+    (block,) = query_blocks(*[q[:, :, :9]] * 2, ContextChange(window=5), prepended=0)
+    assert (
+        block.mask(q, encoding_of("rope"), p[:9], ContextChange(window=5), 0).dtype == q.dtype
+    )  # without a bias attention stays in bfloat16
 
 
 # ---- an encoding's own learning rate ----

@@ -296,6 +296,28 @@ def test_no_mask_is_made_for_a_whole_text(pos, monkeypatch):
         model(tokens)
 
 
+@pytest.mark.parametrize("pos", ["path", "cope", "kerple"])
+def test_training_keeps_no_mask_of_several_blocks(pos, monkeypatch):
+    """And the gradients are those of one block, which is kept."""
+    model, tokens, found = model_with(pos), random_tokens(), []
+    for block in (masks.QUERY_BLOCK, 8):
+        monkeypatch.setattr(masks, "QUERY_BLOCK", block)
+        model.zero_grad()
+        shapes: list[torch.Size] = []
+
+        def keep(x: torch.Tensor, shapes: list = shapes) -> torch.Tensor:
+            shapes.append(x.shape)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = model(tokens).logsumexp(-1).sum()
+        loss.backward()
+        found.append((shapes, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])))
+    T = tokens.shape[1]
+    assert (T, T) in [shape[-2:] for shape in found[0][0]] and (8, T) not in [shape[-2:] for shape in found[1][0]]
+    assert torch.allclose(found[0][1], found[1][1], rtol=1e-9)
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-3), (torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
 def test_forget_gates_are_exact_over_thousands_of_tokens(dtype, tolerance):
     """c reaches -3000, where float32 has steps of 0.0002 and bfloat16 would have steps of 16."""

@@ -335,6 +335,6 @@ def test_popular_checkpoints(name, tmp_path):
     save_checkpoint(name, tmp_path)
     train_ctx = TRAIN_CTX.get(name)
     if train_ctx:
-        with pytest.raises(UserError, match=r"takes the context of its training as train_ctx="):
+        with pytest.raises(UserError, match=r"give the context of its training, train_ctx="):
             reading.read(tmp_path, 64)
     reading.assert_equal(our_logits(tmp_path, train_ctx), reading.load(tmp_path), (96,))

@@ -256,10 +256,13 @@ def log_n(T: int) -> Tensor:
     return ((torch.arange(T, dtype=torch.float64) + 1).log() / math.log(L)).clamp(min=1)
 
 
+LONGROPE = {"kind": "longrope", "factor": 3.0, "long": [3.0, 3.0], "attention_factor": 1.0}
 CASES = [
     # Of the kinds that are scaled: the global ones
     ("gemma3", ["ntk"], {"G": {"inv_freq": ntk(1_000_000.0, 3)}}),
     ("gemma4", ["pi"], {"G": {"inv_freq": frequencies(1_000_000.0) * (torch.arange(8) < 2) / 3}}),
+    # As many divisors as these have pairs, which do not fit the others
+    ("gemma4", [LONGROPE], {"G": {"inv_freq": frequencies(1_000_000.0) * (torch.arange(8) < 2) / 3}}),
     ("olmo3", ["ntk"], {"G": {"inv_freq": ntk(10_000.0, 3)}}),
     ("sssl", ["pi"], {"G": {"inv_freq": frequencies(10_000.0) / 3}}),
     ("swan", ["logn"], {"G": {"factor": log_n(96)}}),

@@ -11,18 +11,18 @@ from tests.source import ROOT, circle, code_lines, edges, functions, imports_of,
 
 # Limits, and where they are above the aim, the aim: a limit rises only with what a new feature needs
 BUDGETS = {
-    "commands": 550,
+    "commands": 551,
     "conf": 565,
     "data": 554,
     "engine": 803,
     "kernels": 338,
-    "model": 1564,
+    "model": 1572,
     "measure": 1470,
     "hf": 1226,
-    "studies": 1793,
+    "studies": 1797,
     "bench": 333,
-    "product": 9196,
-    "tests": 8239,
+    "product": 9209,
+    "tests": 8269,
 }
 AIMS = BUDGETS | {
     **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100, "studies": 1500},

@@ -4,8 +4,8 @@ A gate g_ij = sigmoid(q_i . k_j / sqrt(D)) says whether key j counts for query i
 sum of the gates from j to i, at most `positions` - 1. Its embedding e[p], interpolated between whole positions, adds
 q_i . e[p] to the score. The scale of the gates is that of the authors' code; the paper leaves it out.
 
-The positions need all scores, so attention has a mask: memory is linear in T for blocks of queries without gradients,
-but several times that of other biases; in training it is quadratic.
+The positions need all scores, so attention has a mask, of a block of queries at a time: memory is linear in T, but
+several times that of other biases.
 """
 
 from dataclasses import dataclass

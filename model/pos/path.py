@@ -8,7 +8,7 @@ The product of the n factors of a chunk is 1 - W^T X, where the rows of W are it
 (1 + strictly lower part of B W W^T) X = B W, B = diag(beta). The same system gives the products that begin or end
 inside of the chunk (their appendix, fla's naive.py).
 
-Scores are a mask: memory is linear in T for blocks of queries without gradients; in training it is quadratic.
+Scores are a mask, of a block of queries at a time: memory is linear in T.
 """
 
 from dataclasses import dataclass, replace

@@ -215,7 +215,9 @@ def resolve_method(knobs: dict, trained: TrainedContext, n: int, ctx: int) -> li
     for context in trained.by_type:
         try:
             change = resolve(knobs, context, n, ctx)
-        except NotApplicable as e:
+        except UserError as e:  # divisors of each pair, say, need not fit layers that are not scaled
+            if context.layer_type.scaled and not isinstance(e, NotApplicable):
+                raise
             refused, change = e, None
         if change is None or not (context.layer_type.scaled or change.window is not None):
             changes.append(NO_CHANGE)
