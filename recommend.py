@@ -83,8 +83,13 @@ def recommend(cfg: RecommendConfig) -> None:
         lines.append(f"Doubtful: {loss:.2f} nats/token is hardly better than guessing, {texts.task.guess:.2f}.")
     for line in ("", *lines):
         print_wrapped(line)
-    kept = {"vLLM": f"--max-model-len {L}", "llama.cpp": f"-c {L}"}
-    for software, setting in (deployment(run, settings, methods[chosen[0]].scalings, ctx) if chosen else kept).items():
+    told = {} if chosen else {"vLLM": f"--max-model-len {L}", "llama.cpp": f"-c {L}"}
+    for m in chosen:  # until there is one that software has
+        found = deployment(run, settings, methods[m].scalings, ctx)
+        told |= {f"{m}, {software}": setting for software, setting in found.items()}
+        if len(found) > 1:
+            break
+    for software, setting in told.items():
         print(f"\n{software}:\n  {setting}")  # one line each, to be pasted
 
 
