@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import time
 from pathlib import Path
 
@@ -111,6 +112,21 @@ def opened(folder: Path) -> tuple[Run, gpt.GPT]:
     model = gpt.from_weights(settings, vocab_size, weights).double().eval()
     context = gpt.trained_context(settings, model.pos)
     return Run("x", "", folder, settings, model, held_out([[1]]), context, 0, "0", scaling_follows_length=True), model
+
+
+@reference
+def test_what_is_doubtful_about_the_trained_context(tmp_path):
+    """A factor that is not the quotient of the two contexts, and windows below L."""
+    from tests import hf_models as hf
+
+    hf.save_random("gemma3_text", {}, tmp_path)
+    run, _ = opened(tmp_path)
+    assert re.search(r"some layers see only \d+ tokens", str(recommendation.about_context(run)))
+    hf.save_random("llama", {}, tmp_path)
+    parameters = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+    hf.edit(tmp_path, rope_parameters=parameters, max_position_embeddings=64)
+    run, _ = opened(tmp_path)
+    assert "the factor 3 times 16 is not max_position_embeddings=64" in str(recommendation.about_context(run))
 
 
 @reference
