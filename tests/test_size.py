@@ -11,7 +11,7 @@ from tests.source import ROOT, circle, code_lines, edges, functions, imports_of,
 
 # Limits, and where they are above the aim, the aim: a limit rises only with what a new feature needs
 BUDGETS = {
-    "commands": 551,
+    "commands": 556,
     "conf": 565,
     "data": 554,
     "engine": 803,
@@ -21,8 +21,8 @@ BUDGETS = {
     "hf": 1226,
     "studies": 1797,
     "bench": 333,
-    "product": 9209,
-    "tests": 8269,
+    "product": 9214,
+    "tests": 8281,
 }
 AIMS = BUDGETS | {
     **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100, "studies": 1500},
