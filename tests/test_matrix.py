@@ -194,11 +194,15 @@ def test_past_its_minutes_it_stops_and_says_so(here):
     assert not (here / "rows.jsonl").exists()
 
 
-def test_the_pages_quote_intervals_of_generated_pages():
+def test_the_pages_quote_intervals_of_generated_pages_and_of_the_log():
     """Of three decimals, in docs/*.md; those of README.md and findings.md are made by studies.numbers."""
-    pages = ("matrix", "claims", "quick", "antecedents", "real", "encodings", "recommend", "numbers")
-    made = "".join((RESULTS / f"{x}.md").read_text() for x in pages) + (ROOT / "docs/board.md").read_text()
-    docs = " ".join("".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))).split())  # broken lines
+
+    def text(*pages: Path) -> str:  # without its broken lines
+        return " ".join(" ".join(page.read_text() for page in pages).split())
+
+    pages = ("matrix", "claims", "quick", "antecedents", "real", "encodings", "recommend", "numbers", "log")
+    made = text(*(RESULTS / f"{x}.md" for x in pages), ROOT / "docs/board.md")
+    docs = text(*sorted((ROOT / "docs").glob("*.md")))
     intervals = re.findall(r"[+-]\d\.\d{3} \[[+-]\d\.\d{3}, [+-]\d\.\d{3}\]", docs)
     assert intervals and [x for x in intervals if x not in made] == []
 
