@@ -1,6 +1,7 @@
 """Where and how a model computes: the device, the precision, and what a GPU can do."""
 
 import ctypes
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -16,8 +17,6 @@ from engine import distributed
 from model.gpt import of_encoding
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
-
-CPUINFO = Path("/proc/cpuinfo")  # of Linux
 
 # Dense bfloat16 matrix FLOP/s with float32 accumulation, from NVIDIA's data sheets. The first name that matches counts,
 # so "H100 PCIe" stands before "H100". The sheets of Hopper and later print twice these numbers, which are with
@@ -88,18 +87,26 @@ def keep_freed_memory() -> None:
 # ---- precision ----
 
 
+@functools.cache
+def cpu_gains_by_bfloat16() -> bool:
+    """With AMX, or on AMD with AVX512-BF16. Products in Intel's took twice the time of float32 (results/log.md)."""
+    if torch.cpu._is_amx_tile_supported():
+        return True
+    cpuinfo = Path("/proc/cpuinfo")  # of Linux; elsewhere the maker is not known
+    amd = cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text(encoding="utf-8")
+    return amd and torch.cpu._is_avx512_bf16_supported()
+
+
 def uses_bfloat16(device: torch.device, dtype: str) -> bool:
     """Whether to compute in bfloat16. dtype: float32, bfloat16, or auto, where the hardware decides.
 
-    auto means yes only where it is faster: on a GPU without emulation, on a CPU with AMX, on AMD's AVX512-BF16.
-    Matrix products in Intel's AVX512-BF16 took twice the time of float32 (results/log.md).
+    auto means yes only where it is faster: on a GPU without emulation, on a CPU where `cpu_gains_by_bfloat16`.
     """
     if dtype != "auto":
         return dtype == "bfloat16"
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    amd = CPUINFO.exists() and "AuthenticAMD" in CPUINFO.read_text(encoding="utf-8")
-    return torch.cpu._is_amx_tile_supported() or (amd and torch.cpu._is_avx512_bf16_supported())
+    return cpu_gains_by_bfloat16()
 
 
 def linear_layers(model: nn.Module) -> Iterator[nn.Linear]:

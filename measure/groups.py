@@ -27,8 +27,8 @@ Configs = Mapping[str, TrainConfig]  # run -> its settings
 def group_names(configs: Configs) -> dict[str, str]:
     """run -> the name of its group: that of the run with the lowest seed, without the seed: `rope` for rope-seed0.
 
-    The runs of a group have the same settings, except seed, name and run control. Its runs are independent trainings: a
-    second run with a seed, or with the pre-trained run of another, begins a group of its own. A group whose short name
+    The runs of a group have the same settings, except seed, name and run control. Its runs are independent trainings:
+    two runs with one seed, or that began from one pre-trained run, are in different groups. A group whose short name
     another one has gets the full name of its first run.
     """
     groups: dict[str, dict[int | str, str]] = defaultdict(dict)

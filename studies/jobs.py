@@ -69,7 +69,7 @@ def run_script(argv: list[str], deadline: float, prefix: str = "") -> None:
 
 
 def copy(lines: Iterable[str], prefix: str) -> None:
-    """Print lines with a prefix. It reads on where they cannot be written, or the child would wait for ever."""
+    """Print lines with a prefix. If they cannot be printed it still reads them: the child would wait."""
     out = Prefixed(sys.stdout, prefix)
     for line in lines:
         with suppress(OSError):

@@ -14,14 +14,14 @@ BUDGETS = {
     "commands": 556,
     "conf": 565,
     "data": 554,
-    "engine": 803,
+    "engine": 809,
     "kernels": 338,
     "model": 1572,
     "measure": 1470,
     "hf": 1226,
     "studies": 1797,
     "bench": 333,
-    "product": 9214,
+    "product": 9220,
     "tests": 8284,
 }
 AIMS = BUDGETS | {
