@@ -119,7 +119,7 @@ def gather(job: Job, run: Run, size: Size) -> list[StudyRow]:
         raise UserError(f"{job.name}: n={min(lost)} was evaluated on other texts than n={job.longest}")
     groups = antecedent_groups(task, job.longest) if isinstance(task, Matched) else None
     about = {"base": run.cfg.pos.get("base"), "in_window": run.validation["bits_per_byte"], "steps": run.cfg.steps}
-    about["tokens_per_second"] = round(run.step * run.cfg.batch_tokens / run.seconds)
+    about |= {"tokens_per_second": round(run.step * run.cfg.batch_tokens / run.seconds), "train_seconds": run.seconds}
     about |= {"part": job.part, "threads": torch.get_num_threads(), "commit": commit()}
     about["command"] = f"python train.py {' '.join(job.train)} name={job.name}"
     return [StudyRow(**asdict(x), groups=group_sums(x, files[x.label], groups), **about) for x in rows]

@@ -136,7 +136,10 @@ def origin(file: str, rows: Iterable[Mapping[str, Any]], seeds: int | str = "") 
 
 # ---- pages ----
 
-TABLES = {"default": ("default", tables.rope_section), "gains": ("rope", tables.gains_section)}  # name -> file, lines
+TABLES = {
+    "default": ("default", tables.methods_section),
+    "gains": ("rope", tables.gains_section),
+}  # name -> file, lines
 TABLES |= {"encodings": ("encodings", tables.encodings_section)}
 
 

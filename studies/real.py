@@ -1,7 +1,7 @@
 """A real model by the main methods, on code and on books: python -m studies.real
 
 SmolLM2-135M (run=pretrained:smollm2, L = 8192) is evaluated at 1, 1.5 and 2 times its trained context with the targets
-and the statistics of the study, and set beside the study's small RoPE model: which orders of methods are the same?
+and the statistics of the study; the figure sets it beside the study's small RoPE model.
 Writes results/real.jsonl, real.md, and real.png, .svg and .pdf. It can be stopped at any time; when it is run again,
 finished lengths are kept. Its evaluations are those of eval.py, in child processes.
 """
@@ -25,7 +25,7 @@ from measure import plots
 from measure.curves import read_curve, write_jsonl
 from measure.intervals import Estimate, estimate, interval_text
 from studies.jobs import Stopped, run_script
-from studies.rows import RESULTS, Rows, StudyRow, difference, fill, header, line, read_rows
+from studies.rows import RESULTS, Rows, StudyRow, fill, header, line, read_rows
 
 CORPORA = {"sympy": "code", "books": "books"}
 SWEEPS = (("scaling=pi,ntk,yarn,llama3",), ("scaling=rerope", "plus=logn"))  # none and window come with every method
@@ -90,45 +90,10 @@ def show(result: Estimate) -> str:
     return interval_text(result.mean, *result.interval)
 
 
-def order(rows: Rows, run: str, a: str, b: str, factor: float) -> tuple[str, str]:
-    """(a, b or ?: the method with the larger gain if the interval excludes 0; the difference). Empty if unknown."""
-    n = round(factor * rows.trained_ctx)
-    gain_less_gain = difference(rows.find(run, b, n), rows.find(run, a, n))
-    if not len(gain_less_gain):
-        return "", ""
-    result = estimate(gain_less_gain)
-    low, high = result.interval
-    return ("a" if low > 0 else "b" if high < 0 else "?"), show(result)
-
-
-def compare_orders(real: dict[str, Rows], tiny: Rows | None) -> list[str]:
-    """A table of all pairs of methods: their difference in the real model on each corpus and in the small one."""
-    lines = header(["n / L", "a - b", *(f"real, {text}" for text in CORPORA.values()), "small, code", "order"])
-    for factor in FACTORS[1:]:
-        for a, b in itertools.combinations(METHODS, 2):
-            theirs = [order(rows, rows.rows[0].name, a, b, factor) for rows in real.values()]
-            ours, text = order(tiny, TINY, a, b, factor) if tiny else ("", "")
-            verdict = verdict_of([winner for winner, _ in theirs], ours)
-            lines.append(line([f"{factor:g}", f"{a} - {b}", *(text for _, text in theirs), text, verdict]))
-    return lines
-
-
-def verdict_of(real: list[str], tiny: str) -> str:
-    """Whether the order in the small model is that in the real one, whose corpora may differ."""
-    if not tiny or not all(real):
-        return ""
-    if {"a", "b"} <= {*real}:
-        return "code and books differ"
-    decided = {*real} - {"?"}
-    if not decided or tiny == "?":
-        return "undecided in " + ("both" if not decided and tiny == "?" else "the real" if not decided else "the small")
-    return "the same" if decided == {tiny} else "reversed"
-
-
 # ---- tables and figure ----
 
 
-def tables(args: argparse.Namespace, real: dict[str, Rows], tiny: Rows | None) -> str:
+def tables(args: argparse.Namespace, real: dict[str, Rows]) -> str:
     """The content of results/real.md. real: corpus -> its rows."""
     first = next(iter(real.values())).rows[0]
     counts = {corpus: rows.rows[0].documents for corpus, rows in real.items()}
@@ -141,11 +106,6 @@ def tables(args: argparse.Namespace, real: dict[str, Rows], tiny: Rows | None) -
         lines += ["", f"## Gain by the distance to the antecedent, {text}", ""]
         lines.append("The antecedent of a target is the latest earlier occurrence of its last five tokens.\n")
         lines += antecedent_table(antecedents(args, corpus), first.train_ctx)
-    lines += ["", "## Orders of methods: real against small", ""]
-    small = f"small: `{TINY}` of rope.jsonl, at the same n / L"
-    decided = "The order is decided where the interval excludes 0."
-    lines.append(f"Gain of a minus gain of b, nats per token. {small}. {decided}\n")
-    lines += compare_orders(real, tiny)
     return fill("real.md", tokens=args.scored_tokens, **about, sections=lines)
 
 
@@ -217,7 +177,7 @@ def main() -> None:
     if tiny:
         panels[f"small model of the study (L = {tiny.trained_ctx}), code"] = gains_of(tiny, TINY)
     write_jsonl(args.out / "real.jsonl", [row for rows in real.values() for row in rows.rows])
-    text = tables(args, real, tiny)
+    text = tables(args, real)
     write_atomically(args.out / "real.md", lambda f: f.write(text.encode()))
     draw(panels, args.out / "real")
     print(text + f"\nrows: {args.out}/real.jsonl   tables: {args.out}/real.md   figure: {args.out}/real.png")

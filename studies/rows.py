@@ -36,6 +36,7 @@ class StudyRow(Row):
     in_window: float | None = None  # held-out bits per byte within the trained context
     steps: int = 0
     tokens_per_second: float | None = None  # of the training
+    train_seconds: float = 0.0  # on `threads` threads; `seconds` are those of the evaluation
     threads: int = 0
     commit: str = ""
     command: str = ""  # that trained the run

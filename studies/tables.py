@@ -1,4 +1,4 @@
-"""The rows of the study as Markdown tables: python -m studies.tables writes results/matrix.md and results/encodings.md
+"""The rows of the study as Markdown tables: python -m studies.tables writes matrix.md, encodings.md and tasks.md
 
 A cell is a perplexity, as the mean over seeds with the lowest and highest seed in brackets, or a gain over the bar in
 nats per token with its 95 % interval and its q value.
@@ -10,12 +10,15 @@ import numpy as np
 
 from conf.errors import user_errors
 from engine.files import write_atomically
+from measure.curves import Curve
 from measure.groups import FEWEST
-from measure.intervals import Estimate, estimate, half_width, interval_text
+from measure.intervals import Estimate, estimate, half_width, interval_text, mean_interval
+from measure.report import describe_context, effective_context
 from studies.claims import q_text, with_q
-from studies.plan import EXTENSIONS, FACTOR
+from studies.plan import EXTENSIONS, FACTOR, PLANNED, SOLVED, TASKS
 from studies.rows import BAR, RESULTS, Rows, Seeds, compare, contrast, difference, fill, header, line, read_rows
 
+MISSING = ["No rows yet."]
 WIDE = 0.2  # nats: where the gains of seeds differ by more, they stand in place of an interval
 NEAR_GROUPS = ("none", "< 64")  # of targets that need no distant context, by their antecedent
 
@@ -131,34 +134,34 @@ def noise_section(rows: Rows) -> list[str]:
     return lines
 
 
-def rope_methods(rows: Rows) -> list[str]:
-    """The labels of the methods that rope was evaluated with past L, by the loss at 2 L."""
+def methods_of(rows: Rows, run: str) -> list[str]:
+    """The labels of the methods that a run was evaluated with past L, by the loss at 2 L."""
     L = rows.trained_ctx
-    labels = {label for run, label, n in rows.by_condition if run == "rope" and n > L and "=" not in label}
-    return sorted(labels, key=lambda label: rows.losses("rope", label, 2 * L).mean())
+    labels = {label for of, label, n in rows.by_condition if of == run and n > L and "=" not in label}
+    return sorted(labels, key=lambda label: rows.losses(run, label, 2 * L).mean())
 
 
-def rope_section(rows: Rows) -> list[str]:
-    """RoPE with every scaling method: perplexity."""
-    ns = rows.lengths("rope")
-    table = [line([f"`{m}`", *(perplexity(rows, "rope", m, n) for n in ns)]) for m in rope_methods(rows)]
+def methods_section(rows: Rows, run: str = "rope") -> list[str]:
+    """A run with every scaling method: perplexity."""
+    ns = sorted({n for of, _, n in rows.by_condition if of == run})
+    table = [line([f"`{m}`", *(perplexity(rows, run, m, n) for n in ns)]) for m in methods_of(rows, run)]
     return [*header(["", *(f"n = {n}" for n in ns)]), *table]
 
 
-def gains_section(rows: Rows) -> list[str]:
-    """RoPE with every scaling method: gain over the bar past L."""
-    beyond = [n for n in rows.lengths("rope") if n > rows.trained_ctx]
-    gains = {f"`{m}`": [gain(rows, "rope", m, n) for n in beyond] for m in rope_methods(rows)}
+def gains_section(rows: Rows, run: str = "rope") -> list[str]:
+    """A run with every scaling method: gain over the bar past L."""
+    beyond = sorted({n for of, _, n in rows.by_condition if of == run and n > rows.trained_ctx})
+    gains = {f"`{m}`": [gain(rows, run, m, n) for n in beyond] for m in methods_of(rows, run)}
     return gain_table([f"{n / rows.trained_ctx:g} L" for n in beyond], gains)
 
 
-def parts_section(rows: Rows) -> list[str]:
-    """Of the methods with a gain at 2, 4 and 8 L: tax, reward, and share of the headroom."""
+def parts_section(rows: Rows, run: str = "rope") -> list[str]:
+    """Of a run's methods at 2, 4 and 8 L: tax, reward, and share of the headroom."""
     L, lines = rows.trained_ctx, []
     for multiple in (2, 4, 8):
         n = multiple * L
-        for label in dict.fromkeys(label for run, label, m in rows.by_condition if (run, m) == ("rope", n)):
-            parts = [part_of_gain(rows, "rope", label, n, near) for near in (True, False)]
+        for label in dict.fromkeys(label for of, label, m in rows.by_condition if (of, m) == (run, n)):
+            parts = [part_of_gain(rows, run, label, n, near) for near in (True, False)]
             if len(parts[0]) and label != "window":
                 share = share_of_headroom(rows, label, n)
                 percent = interval_text(*(100 * x for x in share), ".0f") if share else ""
@@ -232,6 +235,45 @@ def rises_section(rows: Rows) -> list[str]:
     return gain_table(columns, {name: cells[name] for name in sorted(cells, key=order)})
 
 
+def task_section(rows: Rows, task: str) -> list[str]:
+    """Of every run that learned a task and each method: right answer tokens, whole answers, effective context."""
+    conditions = dict.fromkeys((run, label) for run, label, _ in rows.by_condition if run.startswith(f"{task}-"))
+    ns = sorted({n for run, _, n in rows.by_condition if (run, "none") in conditions})
+    lines = header(["", "seeds", *(f"n = {n}: tokens, whole" for n in ns), "effective context of each seed"])
+    for run, label in conditions:
+        found = {n: rows.find(run, label, n) for n in ns}
+        cells = []
+        for seeds in found.values():
+            hits = 100 * np.array([row.hits for row in seeds.values()])  # [seeds, texts], %
+            cells.append(f"{interval_text(*mean_interval(hits), '.0f')}, {100 * (hits == 100).mean():.0f}")
+        curves = [Curve([found[n][seed] for n in ns]) for seed in found[ns[0]]]
+        contexts = " ".join(describe_context(effective_context(curve, SOLVED)[0], ns) for curve in curves)
+        name = f"`{run.removeprefix(f'{task}-')}`" + ("" if label == "none" else f", {label}")
+        lines.append(line([name, str(len(curves)), *cells, contexts]))
+    return lines
+
+
+def cost_section(rows: Rows) -> list[str]:
+    """What the rows of each part cost: hours of one thread."""
+    lines = header(["part", "trainings", "hours of training", "hours of evaluation"])
+    for part in dict.fromkeys(row.part for row in rows.rows):
+        of_part = [row for row in rows.rows if row.part == part]
+        runs = {row.run: row.train_seconds * row.threads for row in of_part}
+        hours = sum(runs.values()) / 3600, sum(row.seconds * row.threads for row in of_part) / 3600
+        lines.append(line([part, str(len(runs)), *(f"{x:.1f}" for x in hours)]))
+    return lines
+
+
+def precision_section(rows: Rows, run: str = "rope") -> list[str]:
+    """Half of the intervals of the gains that have one, beside the plan's."""
+    lines = header(["", "planned", "reached"])
+    for multiple, planned in PLANNED.items():
+        found = {m: gain(rows, run, m, multiple * rows.trained_ctx) for m in methods_of(rows, run)}
+        reached = [f"{(x.interval[1] - x.mean):.3f} `{m}`" for m, x in found.items() if isinstance(x, Estimate)]
+        lines.append(line([f"{multiple} L", f"{planned:.3f}", ", ".join(reached)]))
+    return lines
+
+
 def targets_text(rows: Rows) -> str:
     """`the last 64 tokens of each of 8 windows in 32 held-out documents (2 windows at n = 4096)`"""
     nones = {row.n: row for row in rows.rows if row.label == "none"}
@@ -250,17 +292,28 @@ def rope_report() -> str:
     """The text of results/matrix.md."""
     rows = read_rows(RESULTS / "rope.jsonl")
     about = {"L": rows.trained_ctx, "targets": targets_text(rows), "fewest": FEWEST, "wide": WIDE}
-    missing = ["No rows yet."]
     return fill(
         "matrix.md",
         **about,
         noise=noise_section(rows),
-        methods=rope_section(rows),
+        methods=methods_section(rows),
         gains=gains_section(rows),
-        parts=parts_section(rows) or missing,
-        deployed=deployed_section(rows) or missing,
-        finetune=finetune_section(rows) or missing,
+        parts=parts_section(rows) or MISSING,
+        deployed=deployed_section(rows) or MISSING,
+        finetune=finetune_section(rows) or MISSING,
+        books=books_section(),
+        precision=precision_section(rows),
+        cost=cost_section(rows),
     )
+
+
+def books_section() -> list[str]:
+    """The tables of rope on another kind of text."""
+    rows = rows_if_any("books")
+    if not rows:
+        return MISSING
+    tables = (section(rows, run="books-rope") for section in (methods_section, gains_section, parts_section))
+    return [text for table in tables for text in (*table, "")][:-1]
 
 
 def encodings_report() -> str:
@@ -272,13 +325,29 @@ def encodings_report() -> str:
         **about,
         perplexities=encodings_section(rows),
         rises=rises_section(rows),
-        bases=base_section(rows) or ["No rows yet."],
+        bases=base_section(rows) or MISSING,
+        cost=cost_section(rows),
     )
+
+
+def tasks_report() -> str:
+    """The text of results/tasks.md."""
+    rows = rows_if_any("tasks")
+    found = {task: task_section(rows, task) if rows else MISSING for task in TASKS}
+    return fill("tasks.md", **found, cost=cost_section(rows) if rows else MISSING)
+
+
+def rows_if_any(plan: str) -> Rows | None:
+    path = RESULTS / f"{plan}.jsonl"
+    return read_rows(path) if path.exists() else None
+
+
+REPORTS = {"matrix.md": rope_report, "encodings.md": encodings_report, "tasks.md": tasks_report}
 
 
 @user_errors
 def main() -> None:
-    for report, name in ((rope_report, "matrix.md"), (encodings_report, "encodings.md")):
+    for name, report in REPORTS.items():
         found = report()
         write_atomically(RESULTS / name, lambda f, found=found: f.write(found.encode()))
         print(found)
