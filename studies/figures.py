@@ -4,6 +4,7 @@
     scaling     the same for the scaling methods on rope
     base        perplexity against RoPE's base
     layers      the newer encodings, the layer schedules and the changed encodings
+    real        the scaling methods on a real model, on code and on books
 
 Each is written as PNG, SVG and PDF to results/. The same rows give the same files. A band is the range over seeds; with
 fewer than three seeds, the seeds are points instead. `--page FILE` writes the rows as an HTML page instead.
@@ -23,6 +24,7 @@ from measure import plots
 from measure.curves import Curve
 from measure.page import write_page
 from measure.plots import CONTROL_DASHES, NAMES, color_of
+from studies.plan import REAL_DOCUMENTS
 from studies.rows import RESULTS, Rows, StudyRow, read_rows
 from studies.spectrum import base_bound, scale_matched_base
 
@@ -77,11 +79,11 @@ def draw_line(ax: Any, line: Line) -> tuple[float, float, str, Style]:
     return x[-1], means[-1], name, style
 
 
-def draw_over_lengths(ax: Any, rows: Rows, lines: Iterable[Line]) -> list[tuple]:
+def draw_over_lengths(ax: Any, rows: Rows, lines: Sequence[Line]) -> list[tuple]:
     """The lines that have rows, over the context length, and the x axis. Returns the labels of the lines."""
     ends = [draw_line(ax, line) for line in lines if line[0]]
     plots.mark(ax, rows.trained_ctx, f"trained at {rows.trained_ctx}")
-    plots.lengths_axis(ax, [*window_control(rows)[0]])
+    plots.lengths_axis(ax, sorted({n for points, *_ in lines for n in points}))
     ax.set_xlabel("context length n (tokens)")
     return ends
 
@@ -143,6 +145,21 @@ def scaling(rows: Rows) -> Any:
     styles = {m: {"color": color_of("methods", m), "linestyle": "-"} for m in METHODS} | {"window": CONTROL}
     lines = [over_lengths(rows, "rope", m, NAMES.get(m, m), style) for m, style in styles.items()]
     return one_panel(rows, lines, "Extrapolation of RoPE past the trained context, by scaling method", ["rope"])
+
+
+def real(rows: Rows) -> Any:
+    """The real model with scaling methods and its window control, in a panel for each corpus."""
+    methods = dict.fromkeys(label for _, label, _ in rows.by_condition)
+    runs = [f"smollm2-{corpus}" for corpus in REAL_DOCUMENTS]
+    fig, axes = plots.pyplot().subplots(1, len(runs), figsize=(13, 5.2), sharey=True)
+    fig.subplots_adjust(wspace=0.4)
+    labels = []  # of each panel
+    for ax, run in zip(axes, runs, strict=True):
+        styles = {m: {"color": color_of("methods", m), "linestyle": "-"} for m in methods} | {"window": CONTROL}
+        lines = [over_lengths(rows, run, m, NAMES.get(m, m), style) for m, style in styles.items()]
+        labels.append(draw_over_lengths(ax, rows, lines))
+        ax.set_title(run)
+    return finish(fig, labels)
 
 
 def base(rows: Rows) -> Any:
@@ -227,6 +244,7 @@ FIGURES = {
     scaling: ("rope", "rope"),
     base: ("encodings", "base"),
     layers: ("encodings", "encodings"),
+    real: ("real", "real"),
 }
 
 

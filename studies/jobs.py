@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from conf.cli import Prefixed
+from conf.cli import Prefixed, checked, compose
 from conf.errors import UserError
 from conf.registry import ROOT, yaml_values
 from engine.files import commit
 from engine.run import Run
+from hf.open import open_run
 from measure import tasks
 from measure.breakdowns import Groups, antecedent_groups
 from measure.curves import Row, losses_file, read_curve, read_run, select_shared
-from measure.tasks.matched import NEAR, Matched
+from measure.tasks.matched import Matched
 from studies.plan import Job, Size, targets
 from studies.rows import StudyRow
 
@@ -97,14 +98,17 @@ def run_job(job: Job, size: Size, runs: str, cache: str, deadline: float, one: b
 
     one: no other job runs at the same time; else its name stands before each line that it prints.
     """
-    folders, prefix = (f"runs={runs}", f"cache={cache}"), "" if one else job.name
-    run_script(["train.py", *job.train, f"name={job.name}", *folders], deadline, prefix)
+    prefix = "" if one else job.name
+    folders = f"runs={Path(runs, job.name) if job.model else runs}", f"cache={cache}"
+    if not job.model:
+        run_script(["train.py", *job.train, f"name={job.name}", *folders], deadline, prefix)
+    opened = (f"run={job.model or job.name}", *folders, *targets(job, size))
     for evaluation in job.evaluations:
         lengths = f"ctx=[{','.join(map(str, evaluation.lengths))}]"
         methods = f"scaling={','.join(evaluation.methods)}"
-        settings = (*targets(job, size), lengths, methods, *evaluation.settings)
-        run_script(["eval.py", "-m", f"run={job.name}", *folders, *settings], deadline, prefix)
-    return gather(job, Run.open(job.name, runs=runs, cache=cache), size)
+        run_script(["eval.py", "-m", *opened, lengths, methods, *evaluation.settings], deadline, prefix)
+    cfg = checked("eval", compose("eval", *opened, f"ctx={job.longest}"))
+    return gather(job, open_run(cfg, torch.device("cpu")), size)
 
 
 def gather(job: Job, run: Run, size: Size) -> list[StudyRow]:
@@ -117,26 +121,32 @@ def gather(job: Job, run: Run, size: Size) -> list[StudyRow]:
     rows = [row for c in select_shared(read_run(run.folder, run.digest), task.texts()) for row in c.overall]
     if lost := {n for evaluation in job.evaluations for n in evaluation.lengths} - {row.n for row in rows}:
         raise UserError(f"{job.name}: n={min(lost)} was evaluated on other texts than n={job.longest}")
-    groups = antecedent_groups(task, job.longest) if isinstance(task, Matched) else None
-    about = {"base": run.cfg.pos.get("base"), "in_window": run.validation["bits_per_byte"], "steps": run.cfg.steps}
-    about |= {"tokens_per_second": round(run.step * run.cfg.batch_tokens / run.seconds), "train_seconds": run.seconds}
-    about |= {"part": job.part, "threads": torch.get_num_threads(), "commit": commit()}
-    about["command"] = f"python train.py {' '.join(job.train)} name={job.name}"
-    return [StudyRow(**asdict(x), groups=group_sums(x, files[x.label], groups), **about) for x in rows]
+    groups = (antecedent_groups(task, job.longest), task.near) if isinstance(task, Matched) else ()
+    about = {"base": run.cfg.pos.get("base"), "steps": run.cfg.steps, "run": job.name, "part": job.part}
+    about |= {"threads": torch.get_num_threads(), "commit": commit(), "command": "python -m studies.matrix --plan real"}
+    if not job.model:
+        about |= {"in_window": run.validation["bits_per_byte"], "train_seconds": run.seconds}
+        about["tokens_per_second"] = round(run.step * run.cfg.batch_tokens / run.seconds)
+        about["command"] = f"python train.py {' '.join(job.train)} name={job.name}"
+    return [StudyRow(**asdict(x) | about, groups=group_sums(x, files[x.label], *groups)) for x in rows]
 
 
-def group_sums(row: Row, file: Path, groups: Groups | None) -> dict[str, list[list[float]]]:
-    """Group of targets -> the sum of their nats, and their number, in each document. Of rows from L to NEAR tokens.
+def group_sums(
+    row: Row, file: Path, groups: Groups | None = None, windows: Sequence[int] = ()
+) -> dict[str, list[list[float]]]:
+    """Group of targets -> the sum of their nats, and their number, in each document. Of rows from L on.
 
-    Empty where `file`, that of the row's curve, has no losses of single targets: the method changes nothing there.
+    windows: those of `groups`. Empty without groups, and where `file`, that of the row's curve, has no losses of single
+    targets: the method changes nothing there.
     """
     path = losses_file(file, row)
-    if groups is None or not row.train_ctx <= row.n <= NEAR or not path.exists():
+    if groups is None or row.n < row.train_ctx or not path.exists():
         return {}
-    losses = np.load(path).astype(np.float64).reshape(groups.group.shape)  # [documents, windows, scored]
+    group = groups.group[:, [windows.index(window) for window in row.scored_windows]]
+    losses = np.load(path).astype(np.float64).reshape(group.shape)  # [documents, windows, scored]
     sums = {}
     for i, name in enumerate(groups.names):
-        inside = groups.group == i
+        inside = group == i
         if inside.any():
             sums[name] = [(losses * inside).sum(axis=(1, 2)).round(3).tolist(), inside.sum(axis=(1, 2)).tolist()]
     return sums

@@ -8,9 +8,9 @@ The command writes the numbers again, in the form in which they stand there, and
 number is the mean, two (`23 to 40`) are the ends of the interval or of the range over seeds, three are all;
 with a % behind them they are in hundredths. A comment is one of
 
-    WHAT CONDITION [in FILE [PART]]    WHAT: one of MEASURES, or a column of the rows (loss, in_window, documents ...).
+    WHAT CONDITION [in FILE]           WHAT: one of MEASURES, or a column of the rows (loss, in_window, documents ...).
                                        CONDITION: as in claims.yaml. FILE: of rows in results/, without .jsonl; or rope
-    difference CONDITION - CONDITION [in FILE [PART]]   the first loss less the second
+    difference CONDITION - CONDITION [in FILE]   the first loss less the second
     FIELD of FILE KEY=VALUE ...        the mean of a field over the rows of any FILE.jsonl that have these values
                                        (of a gain with its interval, low to high)
     by COMMAND                         printed by this command; the number stays as it is
@@ -43,7 +43,7 @@ PAGES = ("README.md", "docs/findings.md")
 NUMBER = r"[+-]?\d+(?:,\d{3})*(?:\.\d+)?"
 MARKED = re.compile(rf"({NUMBER}(?:\s+\[{NUMBER},\s+{NUMBER}\]|\s+to\s+{NUMBER})?(?:\s%)?)<!--(.+?)-->")
 BLOCK = re.compile(r"(<!--(table|by) (.+?)-->\n)(.*?)(<!--end-->)", re.DOTALL)
-COMMENT = r"(\w+) (.+?)(?: in (\w+)(?: (\w+))?)?"
+COMMENT = r"(\w+) (.+?)(?: in (\w+))?"
 # Numbers that are not measured: in code, pictures and links, multiples of L, sizes, versions, numbers of papers, limits
 PLAIN = r"(?ms)^```.*?^```|^    .*?$|`[^`]*`|!\[[^]]*\]|\]\([^)]*\)|[\d.]+ L\b|[\d.]+M\b|Python 3\.\d+"
 PLAIN += r"|\b\d{4}\.\d{5}\b|q < 0\.05|differ by more than 0\.2 nats"
@@ -83,8 +83,8 @@ MEASURES: dict[str, Callable[..., Value]] = {
 
 
 @functools.cache
-def read(file: str, part: str = "") -> Rows:
-    return read_rows(RESULTS / f"{file}.jsonl", part)
+def read(file: str) -> Rows:
+    return read_rows(RESULTS / f"{file}.jsonl")
 
 
 @functools.cache
@@ -92,9 +92,9 @@ def read_any(file: str) -> list[dict[str, Any]]:
     return [json.loads(text) for text in (RESULTS / f"{file}.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def of_conditions(what: str, text: str, file: str, part: str) -> tuple[Value, Listed]:
+def of_conditions(what: str, text: str, file: str) -> tuple[Value, Listed]:
     """WHAT CONDITION, or the difference of two conditions."""
-    rows = read(file, part)
+    rows = read(file)
     conditions = [read_condition(at, rows.trained_ctx) for at in text.split(" - ")]
     found = [rows.find(at.run, at.label, at.n) for at in conditions]
     used = [row for seeds in found for row in seeds.values()]
@@ -148,8 +148,8 @@ def number(shown: str, comment: str) -> tuple[str, Listed, bool]:
     if comment.startswith("by "):
         return shown, ["", "", "", f"`{comment.removeprefix('by ')}`"], True
     comment, sign = fully(r"(.+?)(?: ([<>?]) 0)?", comment)
-    what, text, file, part = fully(COMMENT, comment)
-    found = of_fields(what, text) if text.startswith("of ") else of_conditions(what, text, file or "rope", part or "")
+    what, text, file = fully(COMMENT, comment)
+    found = of_fields(what, text) if text.startswith("of ") else of_conditions(what, text, file or "rope")
     (mean, low, high), listed = found
     as_said = {"<": high < 0, ">": low > 0, "?": low <= 0 <= high, None: True}[sign]
     tokens = re.findall(NUMBER, shown)

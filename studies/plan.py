@@ -4,6 +4,7 @@
     encodings   every encoding, layer schedule and gate, drawn positions, bases of rope, a trained rope that was changed
     books       rope on another kind of text
     tasks       runs that learned to recall, evaluated by the share of right answers
+    real        SmolLM2-135M, which is not trained here, on code and on books; and how well it copies
 
 The published rows of a plan are results/PLAN.jsonl. All rows of a file are of the same texts.
 """
@@ -31,7 +32,7 @@ PLANNED = {2: 0.011, 4: 0.02, 8: 0.03}  # at so many L: half of the interval of 
 EXTENSIONS = {2: ("none", "yarn"), 4: ("none", "pi", "ntk", "yarn"), 8: ("none", "yarn")}
 EXTENDED_LENGTHS = {2: (2,), 4: (4, 5, 8), 8: (8,)}
 BASES = (100, 500, 1_000_000)  # besides the default of 10000
-SEEDS = {"rope": 8, "finetune": 6, "base": 4, "encodings": 4, "books": 4, "tasks": 3}  # of each part
+SEEDS = {"rope": 8, "finetune": 6, "base": 4, "encodings": 4, "books": 4, "tasks": 3, "real": 1}  # of each part
 
 FEWER_WINDOWS = ("encodings", "base")  # a quarter of the others'
 # Methods -> the runs that are evaluated with them, besides none and the window control
@@ -53,6 +54,9 @@ OF_TASKS = ("rope", "alibi", "kerple", "fox", "gemma3", "swan")
 SOLVED = 0.8  # the accuracy of the effective context
 TEXTS = 96  # of a task, at each distance of the answer
 SHORTEST_TEXT = 128  # of a task, tokens
+REAL, REAL_CTX = "pretrained:smollm2", 8192  # the real model and its L
+REAL_DOCUMENTS, REAL_TOKENS = {"sympy": 24, "books": 16}, 512  # at most; scored of each
+COPIED_AT, COPIED_BACK, COPIES = 1.5, 0.5, 12  # length and shortest distance in L; texts at each distance
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,8 @@ class Job:
     steps: int
     evaluations: tuple[Evaluation, ...]
     task: str = "matched"
+    model: str = ""  # that is evaluated instead of a trained run: run= of eval.py
+    scored: tuple[str, ...] = ()  # settings of eval.py that choose the targets, in place of those of the size
 
     @property
     def longest(self) -> int:
@@ -205,7 +211,22 @@ def task_jobs(size: Size, seed: int) -> Iterator[Job]:
         yield replace(job, task=task)
 
 
-PLANS = {"rope": rope_jobs, "encodings": encoding_jobs, "books": book_jobs, "tasks": task_jobs}
+def real_jobs(size: Size, seed: int) -> Iterator[Job]:
+    def job(name: str, lengths: tuple[int, ...], *scored: str, **more: Any) -> Job:
+        methods = Evaluation(lengths, ("pi", "ntk", "yarn")), Evaluation(lengths, WITH_LOGN, ("plus=logn",))
+        return Job("real", name, seed, (), 0, methods, model=REAL, scored=scored, **more)
+
+    both = (REAL_CTX, 2 * REAL_CTX)
+    for corpus, most in REAL_DOCUMENTS.items():
+        scored = f"task.scored_tokens={REAL_TOKENS}", f"documents={min(most, size.documents)}", f"data={corpus}"
+        found = job(f"smollm2-{corpus}", both, *scored)
+        shorter = tuple(REAL_CTX // k for k in (8, 4, 2))  # of what worth is context within L
+        yield replace(found, evaluations=(Evaluation((*shorter, *both)), *found.evaluations))
+    scored = f"task.nearest={round(COPIED_BACK * REAL_CTX)}", f"documents={min(COPIES, size.documents)}"
+    yield job("copying-smollm2", (round(COPIED_AT * REAL_CTX),), *scored, task="copying")
+
+
+PLANS = {"rope": rope_jobs, "encodings": encoding_jobs, "books": book_jobs, "tasks": task_jobs, "real": real_jobs}
 
 
 def planned_jobs(plan: str, size: Size, seeds: tuple[int, ...] | None = None) -> list[Job]:
@@ -219,6 +240,8 @@ def planned_jobs(plan: str, size: Size, seeds: tuple[int, ...] | None = None) ->
 
 def targets(job: Job, size: Size) -> tuple[str, ...]:
     """The settings of eval.py that say which tokens are scored."""
+    if job.scored:
+        return f"task={job.task}", *job.scored
     if job.task != "matched":
         return f"task={job.task}", f"documents={min(TEXTS, 3 * size.documents)}"
     windows = max(1, size.windows // (4 if job.part in FEWER_WINDOWS else 1))

@@ -31,7 +31,7 @@ RESULTS = ROOT / "results"
 class StudyRow(Row):
     """`run` is the name of the job: rope-s0."""
 
-    part: str = ""  # of the plan, or the corpus of studies/real.py
+    part: str = ""  # of the plan
     base: float | None = None  # of a rotary encoding
     in_window: float | None = None  # held-out bits per byte within the trained context
     steps: int = 0
@@ -121,6 +121,8 @@ def contrast(plus: Sequence[Seeds], minus: Sequence[Seeds] = (), others: Sequenc
     On the seeds that all of them have, and on the windows that they and `others` have; no seeds if there are none.
     """
     terms = (*plus, *minus)
+    if len({row.texts for seeds in (*terms, *others) for row in seeds.values()}) > 1:
+        raise UserError("rows on different texts, such as other documents, cannot be compared")
     windows = sorted(set.intersection(*({*x.scored_windows} for seeds in (*terms, *others) for x in seeds.values())))
     shared = sorted(set.intersection(*({*seeds} for seeds in terms))) if windows else ()
     losses = [[[of[s].document_losses(windows) for of in part] for part in (plus, minus)] for s in shared]
@@ -152,19 +154,16 @@ def compare(a: Seeds, b: Seeds, since: Sequence[Seeds] = ()) -> Estimate | None:
 # ---- reading ----
 
 
-def read_rows(path: Path, part: str = "") -> Rows:
-    """The rows in a file of a study, or those of one part of it. UserError if it is missing or damaged."""
+def read_rows(path: Path) -> Rows:
+    """The rows in a file of a study. UserError if it is missing or damaged."""
     try:
         rows = [StudyRow(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
         raise UserError(f"{path}: not found: first python -m studies.matrix --plan {path.stem}") from None
     except (OSError, ValueError, TypeError):
         rows = []
-    rows = [row for row in rows if part in ("", row.part)]
     if not rows:
         raise UserError(f"{path}: not rows that studies.matrix wrote")
-    if len({(row.task, row.texts) for row in rows}) > len({row.task for row in rows}):
-        raise UserError(f"{path}: its rows are on different texts, such as other documents, and cannot be compared")
     return Rows(rows)
 
 

@@ -1,4 +1,5 @@
-"""The rows of the study as Markdown tables: python -m studies.tables writes matrix.md, encodings.md and tasks.md
+"""The rows of the study as Markdown tables: python -m studies.tables writes matrix.md, encodings.md, tasks.md and
+real.md into results/.
 
 A cell is a perplexity, as the mean over seeds with the lowest and highest seed in brackets, or a gain over the bar in
 nats per token with its 95 % interval and its q value.
@@ -15,7 +16,7 @@ from measure.groups import FEWEST
 from measure.intervals import Estimate, estimate, half_width, interval_text, mean_interval
 from measure.report import describe_context, effective_context
 from studies.claims import q_text, with_q
-from studies.plan import EXTENSIONS, FACTOR, PLANNED, SOLVED, TASKS
+from studies.plan import EXTENSIONS, FACTOR, PLANNED, REAL_DOCUMENTS, REAL_TOKENS, SOLVED, TASKS
 from studies.rows import BAR, RESULTS, Rows, Seeds, compare, contrast, difference, fill, header, line, read_rows
 
 MISSING = ["No rows yet."]
@@ -250,7 +251,7 @@ def task_section(rows: Rows, task: str) -> list[str]:
         contexts = " ".join(describe_context(effective_context(curve, SOLVED)[0], ns) for curve in curves)
         name = f"`{run.removeprefix(f'{task}-')}`" + ("" if label == "none" else f", {label}")
         lines.append(line([name, str(len(curves)), *cells, contexts]))
-    return lines
+    return lines if conditions else []
 
 
 def cost_section(rows: Rows) -> list[str]:
@@ -301,19 +302,17 @@ def rope_report() -> str:
         parts=parts_section(rows) or MISSING,
         deployed=deployed_section(rows) or MISSING,
         finetune=finetune_section(rows) or MISSING,
-        books=books_section(),
+        books=tables_of("books", "books-rope"),
         precision=precision_section(rows),
         cost=cost_section(rows),
     )
 
 
-def books_section() -> list[str]:
-    """The tables of rope on another kind of text."""
-    rows = rows_if_any("books")
-    if not rows:
-        return MISSING
-    tables = (section(rows, run="books-rope") for section in (methods_section, gains_section, parts_section))
-    return [text for table in tables for text in (*table, "")][:-1]
+def tables_of(plan: str, run: str) -> list[str]:
+    """The tables of a run with every method: perplexity, gain, tax and reward."""
+    rows = rows_if_any(plan)
+    tables = [section(rows, run) for section in (methods_section, gains_section, parts_section)] if rows else []
+    return [text for table in tables if table for text in (*table, "")][:-1] or MISSING
 
 
 def encodings_report() -> str:
@@ -333,8 +332,23 @@ def encodings_report() -> str:
 def tasks_report() -> str:
     """The text of results/tasks.md."""
     rows = rows_if_any("tasks")
-    found = {task: task_section(rows, task) if rows else MISSING for task in TASKS}
+    found = {task: (rows and task_section(rows, task)) or MISSING for task in TASKS}
     return fill("tasks.md", **found, cost=cost_section(rows) if rows else MISSING)
+
+
+def real_report() -> str:
+    """The text of results/real.md."""
+    rows, corpora = read_rows(RESULTS / "real.jsonl"), [*REAL_DOCUMENTS]
+    counts = {row.name: row.documents for row in rows.rows if row.task == "matched"}
+    return fill(
+        "real.md",
+        **{corpus: tables_of("real", f"smollm2-{corpus}") for corpus in corpora},
+        L=rows.trained_ctx,
+        tokens=REAL_TOKENS,
+        documents=" and ".join(f"{counts[f'smollm2-{corpus}']} of `{corpus}`" for corpus in corpora),
+        copying=task_section(rows, "copying") or MISSING,
+        cost=cost_section(rows),
+    )
 
 
 def rows_if_any(plan: str) -> Rows | None:
@@ -342,7 +356,7 @@ def rows_if_any(plan: str) -> Rows | None:
     return read_rows(path) if path.exists() else None
 
 
-REPORTS = {"matrix.md": rope_report, "encodings.md": encodings_report, "tasks.md": tasks_report}
+REPORTS = {"matrix.md": rope_report, "encodings.md": encodings_report, "tasks.md": tasks_report, "real.md": real_report}
 
 
 @user_errors

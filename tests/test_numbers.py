@@ -19,7 +19,7 @@ def by_hand(monkeypatch):
     rows = [row("rope", "none", 256, s, NATS["none"][s].tolist(), in_window=1 + s / 10) for s in range(4)]
     rows += [row("rope", "yarn", 512, s, NATS["yarn"][s].tolist()) for s in range(4)]
     rows.append(row("alibi", "none", 256, 0, [2.0, 2.0]))
-    monkeypatch.setattr(numbers, "read", lambda file, part: Rows(rows))
+    monkeypatch.setattr(numbers, "read", lambda file: Rows(rows))
     monkeypatch.setattr(numbers, "read_any", lambda file: [{"n": n, "hits": [1, 0, n]} for n in (0, 1)])
 
 

@@ -12,12 +12,19 @@ from measure.tasks.placed import PlacedAnswer
 
 
 class Copying(PlacedAnswer):
-    def __init__(self, corpus: HeldOut, ctx: int, documents: int, cue: int, answer: int, threshold: float):
-        """cue, answer: tokens of the passage; the first ones identify it, the others are scored."""
+    def __init__(
+        self, corpus: HeldOut, ctx: int, documents: int, cue: int, answer: int, nearest: int, threshold: float
+    ):
+        """cue, answer: tokens of the passage; the first ones identify it, the others are scored.
+
+        nearest: the shortest distance that is measured, tokens.
+        """
+        check(nearest >= 1, "task.nearest", nearest, "at least 1 token")
         check(1 <= cue <= 64, "task.cue", cue, "from 1 to 64 tokens")
         check(1 <= answer <= 64, "task.answer", answer, "from 1 to 64 tokens")
         size, self.label = cue + answer, f"copying cue={cue} answer={answer}"
         self.scored, self.given, self.asked = [True] * answer, size, size - 1
+        self.nearest = nearest
         super().__init__(corpus, ctx, documents, threshold)
         self.long = [d.tokens for d in corpus.held_out if len(d.tokens) > ctx + size]
         if len(self.long) < 2:

@@ -28,6 +28,7 @@ class PlacedAnswer(Task):
     notes = NOTHING  # lines of the held-out documents that the texts leave out: notes like those of the task
     scored: list[bool]  # which of the last len(scored) tokens of a text are the answer
     given: int  # tokens of what occurs before, from which the distance is counted
+    nearest = 64  # the shortest distance that is measured, tokens
     asked = 0  # tokens of the question and its answer that have to lie after it
 
     def __init__(self, corpus: HeldOut, ctx: int, documents: int, threshold: float):
@@ -52,8 +53,9 @@ class PlacedAnswer(Task):
         raise NotImplementedError
 
     def distances(self, n: int) -> list[int]:
-        """The distances that are measured at length n: of 64, 128, ... n / 2, and 7 / 8 n, those that fit."""
-        planned = [64 * 2**k for k in range(n.bit_length()) if 64 * 2**k <= n // 2] + [n * 7 // 8]
+        """The distances that are measured at length n: of nearest, twice it, ... n / 2, and 7 / 8 n, those that fit."""
+        doubled = (self.nearest * 2**k for k in range(n.bit_length()))
+        planned = [*(d for d in doubled if d <= n // 2), n * 7 // 8]
         return [d for d in planned if self.given < d <= n - self.asked]
 
     def pieces(self, n: int) -> list[Piece]:
