@@ -9,7 +9,7 @@ import pytest
 
 from conf.errors import UserError
 from measure.intervals import Estimate, estimate
-from studies import claims, plan, tables
+from studies import claims, plan, repeats, tables
 from studies.claims import HOLDS, MISSING, REFUTED, At, Check, Claim, DecayCheck, Result, read_check, read_claims
 from studies.rows import BAR, RESULTS, Rows, compare, difference, read_rows
 from tests.helpers import encoding_rows, study_row as row
@@ -250,6 +250,19 @@ def test_tax_and_reward_add_up_to_the_gain_which_is_a_share_of_the_headroom():
     fewer = [x for x in rows.rows if (x.label, x.seed) != ("yarn", 0) and (x.name, x.seed) != ("yarn-2L", 3)]
     share, *_ = tables.share_of_headroom(Rows(fewer), "yarn", 512)
     assert share == pytest.approx(gains[1:3].mean() / most[1:3].mean())
+
+
+def test_gains_of_categories_with_their_shares_are_the_gain():
+    """0.5 nats on each of 6 targets that can be copied from past L, -0.1 on each of the 10 others."""
+    counts = {"none": 7.0, "< 64": 1.0, "< 256": 2.0, "< 1024": 6.0}
+    of_bar = {group: [[3.0 * n, 0.0], [n, 0.0]] for group, n in counts.items()}
+    gains = {group: 0.5 if group == "< 1024" else -0.1 for group in counts}
+    of_yarn = {group: [[(3 - gains[group]) * n, 0.0], [n, 0.0]] for group, n in counts.items()}
+    rows = [row("rope", label, 1024, 0, [0, 0], groups=x) for label, x in (("window", of_bar), ("yarn", of_yarn))]
+    [found] = repeats.gains_by_category(Rows(rows), "yarn", 1024)
+    assert found == pytest.approx({"none": -0.1, "< L / 4": -0.1, "< L": -0.1, "< n": 0.5})
+    assert [repeats.category("< 1024", 256, n) for n in (512, 1024)] == [">= n", "< n"]
+    assert repeats.category(">= 16384", 8192, 16384) == ">= n"
 
 
 def test_tasks_have_tokens_whole_answers_and_effective_contexts():

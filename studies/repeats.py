@@ -1,0 +1,116 @@
+"""What a corpus repays of a method, predicted from its repeats alone: python -m studies.repeats
+
+A method past L loses a little on targets that need nothing from far back, and gains on those that can be copied from
+there (tax and reward, results/matrix.md). If that is all it does, its gain on another corpus follows from the shares of
+these targets there:
+
+    predicted gain = sum over the categories of (share in the other corpus) * (gain per target, of rope on sympy)
+
+The categories are CATEGORIES: the distance to the antecedent of a target (measure/breakdowns.py), in multiples of L and
+n, since the small model has L = 256 and the real one 8192. Nothing is evaluated: the shares need the text only. Writes
+results/repeats.md, with the measured gains beside the predictions where there are rows.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from conf.errors import user_errors
+from conf.registry import yaml_values
+from data import corpus as corpora
+from data.corpus import HeldOut
+from engine.files import write_atomically
+from hf.families import read_settings
+from hf.open import open_checkpoint, read_corpus
+from measure import tasks
+from measure.breakdowns import antecedent_groups
+from studies.plan import REAL, REAL_CTX, REAL_DOCUMENTS, REAL_TOKENS, load_size
+from studies.rows import BAR, RESULTS, Rows, fill, header, line, read_rows
+from studies.tables import gain, rows_if_any, text
+
+CATEGORIES = ("none", "< L / 4", "< L", "< n", ">= n")
+METHODS = ("yarn", "rerope + logn", "ntk", "pi")
+
+
+def category(group: str, L: int, n: int) -> str:
+    """Of a group of measure/breakdowns.py, such as `< 64`, in an evaluation at length n."""
+    sign, _, edge = group.partition(" ")
+    if sign in ("none", ">="):
+        return ">= n" if edge else "none"
+    return next((name for name, end in (("< L / 4", L / 4), ("< L", L), ("< n", n)) if int(edge) <= end), ">= n")
+
+
+def gains_by_category(rows: Rows, label: str, n: int) -> list[dict[str, float]]:
+    """For each seed of rope: category -> the gain per target, nats."""
+    bars, found, gains = rows.find("rope", BAR, n), rows.find("rope", label, n), []
+    for seed in sorted(seed for seed in bars.keys() & found.keys() if found[seed].groups and bars[seed].groups):
+        nats: Counter[str] = Counter()
+        targets: Counter[str] = Counter()
+        for group, (sums, counts) in found[seed].groups.items():
+            name = category(group, rows.trained_ctx, n)
+            nats[name] += sum(bars[seed].groups[group][0]) - sum(sums)
+            targets[name] += sum(counts)
+        gains.append({name: nats[name] / targets[name] for name in nats})
+    return gains
+
+
+def shares(corpus: HeldOut, L: int, n: int, longest: int, documents: int, **knobs: int) -> dict[str, float]:
+    """Category -> its share of the targets that an evaluation up to `longest` scores at length n."""
+    task = tasks.build(yaml_values("task", "matched") | knobs, corpus, longest, documents)
+    groups = antecedent_groups(task, longest)
+    scored = groups.group[:, [task.near.index(window) for window in task.windows(n)]]
+    found: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
+    for i, group in enumerate(groups.names):
+        found[category(group, L, n)] += float((scored == i).mean())
+    return found
+
+
+def corpora_of_the_study(cache: str) -> Iterator[tuple[str, str, int, int, dict[str, float]]]:
+    """(plan, run, L, n, shares) of each run and length of which the gains are predicted."""
+    size = load_size("default")
+    knobs = {"windows": size.windows, "scored_tokens": size.scored_tokens}
+    for plan, run, data in (("rope", "rope", "sympy"), ("books", "books-rope", "books")):
+        corpus = corpora.prepare(yaml_values("data", data), cache)
+        for n in size.lengths(2, 4, 8):
+            yield plan, run, size.L, n, shares(corpus, size.L, n, 8 * size.L, size.documents, **knobs)
+    source = open_checkpoint(REAL)
+    _, vocab_size, _ = read_settings(source.config, ctx=1, train_ctx=None)
+    for data, documents in REAL_DOCUMENTS.items():
+        corpus = read_corpus(source, yaml_values("data", data), vocab_size)
+        n, knobs = 2 * REAL_CTX, {"scored_tokens": REAL_TOKENS}
+        yield "real", f"smollm2-{data}", REAL_CTX, n, shares(corpus, REAL_CTX, n, n, documents, **knobs)
+
+
+def report(rows: Rows, cache: str) -> str:
+    """The text of results/repeats.md. rows: of the plan rope."""
+    of_corpora, predictions = (
+        header(["run", "n / L", *CATEGORIES]),
+        header(["run", "n / L", "method", "predicted", "measured"]),
+    )
+    for plan, run, L, n, found in corpora_of_the_study(cache):
+        of_corpora.append(line([f"`{run}`", f"{n // L}", *(f"{100 * found[name]:.1f} %" for name in CATEGORIES)]))
+        for label in METHODS:
+            by_seed = gains_by_category(rows, label, n // L * rows.trained_ctx)
+            predicted = np.array(
+                [[sum(found[name] * gains.get(name, 0.0) for name in CATEGORIES)] for gains in by_seed]
+            )
+            measured = gain(rows_of_plan, run, label, n) if (rows_of_plan := rows_if_any(plan)) else ""
+            cells = [f"{predicted.mean():+.3f} ({predicted.min():+.3f} to {predicted.max():+.3f})"]
+            cells.append(measured if isinstance(measured, str) else text(measured))
+            predictions.append(line([f"`{run}`", f"{n // L}", f"`{label}`", *cells]))
+    return fill("repeats.md", shares=of_corpora, predictions=predictions, seeds=len(by_seed))
+
+
+@user_errors
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Gains predicted from the repeats of a corpus: results/repeats.md")
+    parser.add_argument("--cache", default=".cache", help="the folder of prepared corpora (default .cache)")
+    found = report(read_rows(RESULTS / "rope.jsonl"), parser.parse_args().cache)
+    write_atomically(RESULTS / "repeats.md", lambda f: f.write(found.encode()))
+    print(found)
+
+
+if __name__ == "__main__":
+    main()
