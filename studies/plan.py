@@ -48,6 +48,7 @@ EVALUATED_WITH = {
 OWN = {name: methods for methods, names in EVALUATED_WITH.items() for name in names}
 OTHERS: dict[str, tuple[str, ...]] = {f"gate_{kind}": (f"model.attention_gate={kind}",) for kind in ("head", "element")}
 OTHERS |= {"random_float": ("positions=random_float", "longest={L}")}  # then positions are within L, as in its paper
+OTHERS |= {"linear_attention": ("pos=rope", "attention=linear")}
 LARGER_BASE = 500_000  # of ABF, as Xiong et al. have it
 TASKS = ("recall", "mqar")
 OF_TASKS = ("rope", "alibi", "kerple", "fox", "gemma3", "swan")

@@ -162,7 +162,8 @@ def test_every_claim_names_rows_that_the_plan_makes():
                     if at.n in evaluation.lengths
                 }
                 assert at.label in made | ({BAR} if "window" in made else set()), (at, made)
-    assert len({claim.number for name in ("rope", "encodings") for claim in read_claims(name, 256)}) == 57
+    numbers = [claim.number for name in ("rope", "encodings") for claim in read_claims(name, 256)]
+    assert len(numbers) == len({*numbers}) > 50
 
 
 def verdicts(rows: Rows) -> list[str]:
