@@ -122,7 +122,7 @@ def gather(job: Job, run: Run, size: Size) -> list[StudyRow]:
     if lost := {n for evaluation in job.evaluations for n in evaluation.lengths} - {row.n for row in rows}:
         raise UserError(f"{job.name}: n={min(lost)} was evaluated on other texts than n={job.longest}")
     groups = (antecedent_groups(task, job.longest), task.near) if isinstance(task, Matched) else ()
-    about = {"base": run.cfg.pos.get("base"), "steps": run.cfg.steps, "run": job.name, "part": job.part}
+    about: dict[str, Any] = {"base": run.cfg.pos.get("base"), "steps": run.cfg.steps, "run": job.name, "part": job.part}
     about |= {"threads": torch.get_num_threads(), "commit": commit(), "command": "python -m studies.matrix --plan real"}
     if not job.model:
         about |= {"in_window": run.validation["bits_per_byte"], "train_seconds": run.seconds}

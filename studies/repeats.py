@@ -12,7 +12,7 @@ results/repeats.md, with the measured gains beside the predictions where there a
 """
 
 import argparse
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
@@ -26,6 +26,7 @@ from hf.families import read_settings
 from hf.open import open_checkpoint, read_corpus
 from measure import tasks
 from measure.breakdowns import antecedent_groups
+from measure.tasks.matched import Matched
 from studies.plan import REAL, REAL_CTX, REAL_DOCUMENTS, REAL_TOKENS, load_size
 from studies.rows import BAR, RESULTS, Rows, fill, header, line, read_rows
 from studies.tables import gain, rows_if_any, text
@@ -46,8 +47,8 @@ def gains_by_category(rows: Rows, label: str, n: int) -> list[dict[str, float]]:
     """For each seed of rope: category -> the gain per target, nats."""
     bars, found, gains = rows.find("rope", BAR, n), rows.find("rope", label, n), []
     for seed in sorted(seed for seed in bars.keys() & found.keys() if found[seed].groups and bars[seed].groups):
-        nats: Counter[str] = Counter()
-        targets: Counter[str] = Counter()
+        nats: dict[str, float] = defaultdict(float)
+        targets: dict[str, float] = defaultdict(float)
         for group, (sums, counts) in found[seed].groups.items():
             name = category(group, rows.trained_ctx, n)
             nats[name] += sum(bars[seed].groups[group][0]) - sum(sums)
@@ -59,6 +60,7 @@ def gains_by_category(rows: Rows, label: str, n: int) -> list[dict[str, float]]:
 def shares(corpus: HeldOut, L: int, n: int, longest: int, documents: int, **knobs: int) -> dict[str, float]:
     """Category -> its share of the targets that an evaluation up to `longest` scores at length n."""
     task = tasks.build(yaml_values("task", "matched") | knobs, corpus, longest, documents)
+    assert isinstance(task, Matched)
     groups = antecedent_groups(task, longest)
     scored = groups.group[:, [task.near.index(window) for window in task.windows(n)]]
     found: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
