@@ -136,11 +136,11 @@ def origin(file: str, rows: Iterable[Mapping[str, Any]], seeds: int | str = "") 
 
 # ---- pages ----
 
-TABLES = {
+TABLES = {  # name -> file, lines
     "default": ("default", tables.methods_section),
     "gains": ("rope", tables.gains_section),
-}  # name -> file, lines
-TABLES |= {"encodings": ("encodings", tables.encodings_section)}
+    "encodings": ("encodings", tables.encodings_section),
+}
 
 
 def number(shown: str, comment: str) -> tuple[str, Listed, bool]:
