@@ -42,7 +42,12 @@ class Groups:
 
     title: str  # antecedent, key_tokens=RUN
     names: list[str]
-    group: np.ndarray  # int [documents, windows, scored]: the group of each target of the windows scored up to NEAR
+    windows: list[int]  # those scored up to NEAR
+    group: np.ndarray  # int [documents, windows, scored]: the group of each of their targets
+
+    def of(self, row: Row) -> np.ndarray:
+        """The groups of the targets of a row, [documents, windows of the row, scored]."""
+        return self.group[:, [self.windows.index(w) for w in row.scored_windows]]
 
 
 # ---- the groups ----
@@ -85,7 +90,7 @@ def antecedent_groups(task: Matched, ctx: int) -> Groups:
     distances = [[d[end - s : end] for end in ends[task.near]] for d, ends in zip(repeats, task.ends, strict=True)]
     group = np.where(np.array(distances) == 0, 0, 1 + np.searchsorted(edges, distances, side="right"))
     names = ["none", *(f"< {edge}" for edge in edges), f">= {edges[-1]}"]
-    return Groups("antecedent", names, group)
+    return Groups("antecedent", names, task.near, group)
 
 
 def key_token_groups(evaluation: Evaluation, reference: str, runs: str) -> Groups:
@@ -108,7 +113,7 @@ def key_token_groups(evaluation: Evaluation, reference: str, runs: str) -> Group
         if {short, long} <= rows.keys():
             before, after = (target_losses(file, rows[n]) for n in (short, long))  # [documents, windows, scored]
             key = (before - after > SAVES) & (after < BELOW)
-            return Groups(f"key_tokens={reference}", ["others", "key"], key.astype(np.int64))
+            return Groups(f"key_tokens={reference}", ["others", "key"], task.near, key.astype(np.int64))
     first = f"python eval.py run={reference} ctx={evaluation.ctx} documents={len(task.names)}"
     raise UserError(f"key_tokens={reference}: not evaluated on these targets: first {first}")
 
@@ -119,14 +124,12 @@ def key_token_groups(evaluation: Evaluation, reference: str, runs: str) -> Group
 def target_losses(file: Path, row: Row) -> np.ndarray:
     """Nats of each target of a row in a file of curves, [documents, windows of the row, scored].
 
-    UserError if the file of losses is missing, or of another row.
+    UserError if the file of losses is missing.
     """
     path = losses_file(file, row)
-    if path.exists():
-        losses = np.load(path).astype(np.float64)
-        if np.allclose(losses.sum(axis=1), row.nll, rtol=1e-4, atol=1e-3):
-            return losses.reshape(row.documents, len(row.scored_windows), -1)
-    raise UserError(f"{path}: no losses of single targets: evaluate again with fresh=true")
+    if not path.exists():
+        raise UserError(f"{path}: no losses of single targets: evaluate again with fresh=true")
+    return np.load(path).astype(np.float64).reshape(row.documents, len(row.scored_windows), -1)
 
 
 def group_rows(evaluation: Evaluation, curves: dict[str, Curve], method: Method, groups: Groups) -> list[dict]:
@@ -137,7 +140,7 @@ def group_rows(evaluation: Evaluation, curves: dict[str, Curve], method: Method,
     """
     none, files = curves["none"].by_length(), {m.label: evaluation.curve_file(m) for m in (NONE, WINDOW, method)}
     (bars,) = controls(curves.values()).values()  # of one run
-    near, rows = matched_task(evaluation, groups.title).near, []
+    rows = []
     for row in (x for x in curves[method.label].rows if x.n > evaluation.run.context.longest_trained_ctx):
         bar = bars[row.n]
         picked = [bar.scored_windows.index(w) for w in row.scored_windows]
@@ -145,7 +148,7 @@ def group_rows(evaluation: Evaluation, curves: dict[str, Curve], method: Method,
         same = not losses_file(files[method.label], row).exists() and row.nll == none[row.n].nll
         losses = target_losses(files["none" if same else method.label], row)
         control = target_losses(files[bar.label], bar)[:, picked]
-        group = groups.group[:, [near.index(w) for w in row.scored_windows]]
+        group = groups.of(row)
         for i, name in enumerate(groups.names):
             inside = group == i  # [documents, windows, scored]
             counts = inside.sum(axis=(1, 2))

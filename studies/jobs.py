@@ -6,13 +6,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from conf.cli import Prefixed, checked, compose
@@ -22,7 +21,7 @@ from engine.files import commit
 from engine.run import Run
 from hf.open import open_run
 from measure import tasks
-from measure.breakdowns import Groups, antecedent_groups
+from measure.breakdowns import Groups, antecedent_groups, target_losses
 from measure.curves import Row, losses_file, read_curve, read_run, select_shared
 from measure.tasks.matched import Matched
 from studies.plan import Job, Size, targets
@@ -35,7 +34,6 @@ class Stopped(Exception):
     """The deadline has passed, or the user pressed Ctrl-C."""
 
 
-PATIENCE = 60.0  # seconds from SIGTERM to a child until it is killed
 children: set[subprocess.Popen] = set()  # those of `run_script` that run now, in any thread
 stopping = threading.Event()  # set when no further ones may be started
 
@@ -78,16 +76,11 @@ def copy(lines: Iterable[str], prefix: str) -> None:
 
 
 def stop(*running: subprocess.Popen) -> None:
-    """Send SIGTERM to child processes, which then save and end. One that has not after a minute is killed."""
+    """Send SIGTERM to child processes, which then save and end."""
     for child in running:
         child.send_signal(signal.SIGTERM)
-    until = time.monotonic() + PATIENCE
     for child in running:
-        try:
-            child.wait(max(0.1, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        child.wait()
 
 
 # ---- a job ----
@@ -121,29 +114,25 @@ def gather(job: Job, run: Run, size: Size) -> list[StudyRow]:
     rows = [row for c in select_shared(read_run(run.folder, run.digest), task.texts()) for row in c.overall]
     if lost := {n for evaluation in job.evaluations for n in evaluation.lengths} - {row.n for row in rows}:
         raise UserError(f"{job.name}: n={min(lost)} was evaluated on other texts than n={job.longest}")
-    groups = (antecedent_groups(task, job.longest), task.near) if isinstance(task, Matched) else ()
+    groups = antecedent_groups(task, job.longest) if isinstance(task, Matched) else None
     about: dict[str, Any] = {"base": run.cfg.pos.get("base"), "steps": run.cfg.steps, "run": job.name, "part": job.part}
     about |= {"threads": torch.get_num_threads(), "commit": commit(), "command": "python -m studies.matrix --plan real"}
     if not job.model:
         about |= {"in_window": run.validation["bits_per_byte"], "train_seconds": run.seconds}
         about["tokens_per_second"] = round(run.step * run.cfg.batch_tokens / run.seconds)
         about["command"] = f"python train.py {' '.join(job.train)} name={job.name}"
-    return [StudyRow(**asdict(x) | about, groups=group_sums(x, files[x.label], *groups)) for x in rows]
+    return [StudyRow(**asdict(x) | about, groups=group_sums(x, files[x.label], groups)) for x in rows]
 
 
-def group_sums(
-    row: Row, file: Path, groups: Groups | None = None, windows: Sequence[int] = ()
-) -> dict[str, list[list[float]]]:
+def group_sums(row: Row, file: Path, groups: Groups | None) -> dict[str, list[list[float]]]:
     """Group of targets -> the sum of their nats, and their number, in each document. Of rows from L on.
 
-    windows: those of `groups`. Empty without groups, and where `file`, that of the row's curve, has no losses of single
-    targets: the method changes nothing there.
+    Empty without groups, and where `file`, that of the row's curve, has no losses of single targets: the method changes
+    nothing there.
     """
-    path = losses_file(file, row)
-    if groups is None or row.n < row.train_ctx or not path.exists():
+    if groups is None or row.n < row.train_ctx or not losses_file(file, row).exists():
         return {}
-    group = groups.group[:, [windows.index(window) for window in row.scored_windows]]
-    losses = np.load(path).astype(np.float64).reshape(group.shape)  # [documents, windows, scored]
+    group, losses = groups.of(row), target_losses(file, row)  # [documents, windows, scored]
     sums = {}
     for i, name in enumerate(groups.names):
         inside = group == i

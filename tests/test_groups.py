@@ -123,7 +123,7 @@ def test_gains_of_groups_add_up_to_the_gain_over_all_targets(slope, tmp_path):
         for key, want in (("gain", gain(own, bar)[0]), ("loss", own.loss), ("control", bar.loss)):
             mean = sum(row["targets"] * row[key] for row in parts) / (3 * 2 * 64)
             assert mean == pytest.approx(want, abs=1e-4), key
-    one = Groups("all", ["all", "empty"], np.zeros((3, 2, 64), dtype=np.int64))
+    one = Groups("all", ["all", "empty"], [0, 1], np.zeros((3, 2, 64), dtype=np.int64))
     (all_of_them, empty) = [row for row in group_rows(found, curves, NONE, one) if row["n"] == 256]
     want = gain(curves["none"].by_length()[256], bars[256])
     assert (all_of_them["gain"], all_of_them["low"], all_of_them["high"]) == pytest.approx(want, abs=1e-4)

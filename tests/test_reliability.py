@@ -31,7 +31,6 @@ from measure import evaluation
 from measure.breakdowns import target_losses
 from measure.curves import losses_file, read_curve, write_jsonl
 from model.decode import Decoder
-from studies import jobs
 from tests import helpers
 from tests.helpers import ROOT, error_of, eval_settings, line_of, run_command, run_eval, run_train, start, wait_until
 from tests.hf_models import save_random, with_tokenizer
@@ -211,15 +210,6 @@ def test_a_study_that_is_stopped_stops_its_child(here):
     study.send_signal(signal.SIGTERM)
     assert "stopped: 0 jobs done" in study.communicate(timeout=60)[1] and not Path(f"/proc/{child}").exists()
     assert study.returncode == 143
-
-
-def test_a_child_that_does_not_end_is_killed(monkeypatch):
-    ignores = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
-    with subprocess.Popen([sys.executable, "-c", ignores], stdout=-1) as child:
-        assert child.stdout and child.stdout.readline()
-        monkeypatch.setattr(jobs, "PATIENCE", 0.1)
-        jobs.stop(child)
-        assert child.returncode == -signal.SIGKILL
 
 
 # ---- evaluations beside other processes ----
