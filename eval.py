@@ -24,11 +24,6 @@ from measure.wandb_curves import log_curve
 from model import spectrum
 
 
-@command("eval")
-def main(cfg: EvalConfig) -> None:
-    evaluate(cfg)
-
-
 def evaluate(cfg: EvalConfig) -> None:
     """Measure no scaling, the window control and the requested method, then print, log and draw their curves.
 
@@ -88,6 +83,8 @@ def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:
     if documents < 24:
         print(f"note: there are only {documents} documents or examples for ctx={evaluation.ctx}: wide intervals")
 
+
+main = command("eval")(evaluate)
 
 if __name__ == "__main__":
     main()

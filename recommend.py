@@ -26,11 +26,6 @@ from measure.report import gain_text, print_table, print_wrapped
 PERPLEXITY = 2 / 3  # its share of the time; the rest is for copying, if perplexity decides for no method
 
 
-@command("recommend")
-def main(cfg: RecommendConfig) -> None:
-    recommend(cfg)
-
-
 def recommend(cfg: RecommendConfig) -> None:
     """Open the model, measure until the time is used, and print the answer."""
     # ---- the model, its trained context, the methods that apply, the texts ----
@@ -92,6 +87,8 @@ def recommend(cfg: RecommendConfig) -> None:
     for software, setting in told.items():
         print(f"\n{software}:\n  {setting}")  # one line each, to be pasted
 
+
+main = command("recommend")(recommend)
 
 if __name__ == "__main__":
     main()

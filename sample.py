@@ -19,11 +19,6 @@ from model import gpt
 from model.decode import Decoder
 
 
-@command("sample")
-def main(cfg: SampleConfig) -> None:
-    sample(cfg)
-
-
 def sample(cfg: SampleConfig) -> None:
     """Open the run, print the prompt and its continuation as it is generated, and then the speed in tokens per second.
 
@@ -55,6 +50,8 @@ def sample(cfg: SampleConfig) -> None:
     speed = count / (time.monotonic() - began)
     print(f"{count} tokens, {speed:.0f} tokens/s, {len(start) + count} tokens in all", file=sys.stderr)
 
+
+main = command("sample")(sample)
 
 if __name__ == "__main__":
     main()

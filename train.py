@@ -44,11 +44,6 @@ from model.scaling import ContextChange, TrainedContext
 COMPILE_AT = 10  # steps of a new run before the half minute of compilation, so that a mistake shows earlier
 
 
-@command("train")
-def main(cfg: TrainConfig) -> None:
-    train(cfg)
-
-
 def train(cfg: TrainConfig) -> None:
     """Train the run of these settings from the start, or resume it from its last checkpoint.
 
@@ -350,6 +345,8 @@ def training_batches(
     positions = training_positions(cfg.positions, step, seed=cfg.seed, rows=rows, ctx=cfg.ctx, longest=cfg.longest)
     return list(zip(pieces(windows), pieces(positions[local_rows]), strict=True))  # [rows, ctx] each
 
+
+main = command("train")(train)
 
 if __name__ == "__main__":
     main()

@@ -32,7 +32,7 @@ warnings.filterwarnings("ignore", "The version_base parameter is deprecated")  #
 
 
 def command(config: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
-    """Decorate a function of checked settings: the result is the main function of CONFIG.py, as hydra.main makes it.
+    """The main function of CONFIG.py from a function of checked settings, as hydra.main makes it.
 
     config: train, eval, recommend or sample. A UserError becomes one line, and the exit code is 1; in a sweep (-m) the
     jobs after it still run. Other exceptions are left to Hydra.

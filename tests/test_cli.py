@@ -182,7 +182,7 @@ def test_compare_without_runs(here, monkeypatch):
 # ---- the user's mistakes and ours ----
 
 
-@pytest.mark.parametrize("module, function", [(train, "train"), (compare, "read_curves")])
+@pytest.mark.parametrize("module, function", [(train, "check_settings"), (compare, "read_curves")])
 def test_a_user_error_is_one_line_and_any_other_error_keeps_its_traceback(module, function, here, monkeypatch):
     raised: list[BaseException] = [UserError("x=1: must be 2")]
 
