@@ -155,23 +155,18 @@ def read_curve(path: Path) -> Curve:
     return Curve(rows, path.stat().st_mtime)
 
 
-def read_curves(files: Iterable[Path]) -> list[Curve]:
-    """The curves in these files. One that cannot be read is left out, with a line on stderr that says why."""
+def read_run(folder: Path, digest: str | None) -> list[Curve]:
+    """The curves of a run that were measured with these weights.
+
+    A line on stderr names a file that cannot be read, and says if all curves are of other weights. digest: of the
+    weights in its ckpt.pt, whose beginning the rows have. None, for a model from elsewhere: all curves.
+    """
     curves = []
-    for file in files:
+    for file in sorted(folder.glob("eval/*.jsonl")):
         try:
             curves.append(read_curve(file))
         except UserError as e:
             print(f"left out: {e}", file=sys.stderr)
-    return curves
-
-
-def read_run(folder: Path, digest: str | None) -> list[Curve]:
-    """The curves of a run that were measured with these weights. A line on stderr says if all its curves are of others.
-
-    digest: of the weights in its ckpt.pt, whose beginning the rows have. None, for a model from elsewhere: all curves.
-    """
-    curves = read_curves(sorted(folder.glob("eval/*.jsonl")))
     current = [c for c in curves if digest is None or c.first.weights == digest[:12]]
     if curves and not current:
         print(f"left out: {folder}: no curve of its present weights: python eval.py run={folder.name}", file=sys.stderr)

@@ -192,12 +192,12 @@ def mean_interval(values: np.ndarray) -> tuple[float, float, float]:
 
 
 def ratio_interval(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float, float]:
-    """(ratio, low, high) of sum(sums) / sum(counts), both [documents]: a t interval of the linearised ratio.
+    """(ratio, low, high) of sum(sums) / sum(counts), [documents] or [seeds, documents]: that of the linearised ratio.
 
     Its variance is that of the mean of (sum - ratio * count) / mean count (Cochran 1977, Sampling Techniques, 2.11).
     """
     mean = sums.sum() / counts.sum()
-    return mean_interval((mean + (sums - mean * counts) / counts.mean())[None])
+    return mean_interval(np.atleast_2d(mean + (sums - mean * counts) / counts.mean()))
 
 
 # ---- many differences ----

@@ -22,7 +22,7 @@ from measure.groups import FEWEST
 from measure.intervals import Estimate, interval_text, q_values
 from model.spectrum import frequencies
 from studies.decay import HEAD_DIM, POSITIONS, score
-from studies.rows import RESULTS, Rows, compare, fill, line, read_rows, report_command
+from studies.rows import RESULTS, Rows, compare, fill, line, publish, read_rows
 
 ALPHA = 0.05
 HOLDS, REFUTED, UNDECIDED, MISSING = "holds", "refuted", "undecided", "not run"
@@ -303,5 +303,10 @@ def report() -> str:
     return fill("claims.md", L=L, alpha=ALPHA, fewest=FEWEST, **margins, pi=pi_section(files["rope"]), **tables)
 
 
+@user_errors
+def main() -> None:
+    publish("claims.md", report())
+
+
 if __name__ == "__main__":
-    user_errors(report_command)(report, "claims.md")
+    main()

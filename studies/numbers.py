@@ -33,7 +33,7 @@ import numpy as np
 from conf.errors import UserError, user_errors
 from conf.registry import ROOT
 from engine.files import write_atomically
-from measure.intervals import estimate
+from measure.intervals import mean_interval
 from studies import tables
 from studies.claims import fully, read_condition
 from studies.plan import PLANS
@@ -64,8 +64,7 @@ def interval(values: np.ndarray) -> Value:
     """values: [seeds, documents]"""
     if not len(values):
         raise UserError("no rows of it")
-    found = estimate(values)
-    return found.mean, *found.interval
+    return mean_interval(values)
 
 
 # Of the rows of a file and a condition: run, label of the method, n in tokens
@@ -107,10 +106,8 @@ def of_conditions(what: str, text: str, file: str) -> tuple[Value, Listed]:
         value = result.mean, *result.interval
     elif what in MEASURES:
         value = MEASURES[what](rows, conditions[0].run, conditions[0].label, conditions[0].n)
-    elif hasattr(used[0], what):
-        value = over_seeds(getattr(row, what) for row in used)
     else:
-        raise UserError(f"{what} is not difference, one of {', '.join(MEASURES)}, or a column of the rows")
+        value = over_seeds(getattr(row, what) for row in used)
     return value, origin(file, [vars(row) for row in used], min(map(len, found)))
 
 

@@ -4,11 +4,10 @@ A row is one run, one method and one length: a Row of measure/curves.py with the
 the study. All rows of a file are of the same texts.
 """
 
-import argparse
 import functools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,11 +185,7 @@ def fill(report: str, /, **values: Any) -> str:
     return (Path(__file__).with_name("reports") / report).read_text(encoding="utf-8").format(**texts)
 
 
-def report_command(report: Callable[[], str], out: str) -> None:
-    """The command line of a study that turns the published rows into one text: writes it to results/OUT, prints it."""
-    parser = argparse.ArgumentParser(description=f"Write results/{out} from the rows of studies.matrix")
-    parser.add_argument("--out", type=Path, default=RESULTS / out, help="the file to write")
-    args = parser.parse_args()
-    text = report()
-    write_atomically(args.out, lambda f: f.write(text.encode()))
+def publish(report: str, text: str) -> None:
+    """Write results/REPORT, and print it."""
+    write_atomically(RESULTS / report, lambda f: f.write(text.encode()))
     print(text)

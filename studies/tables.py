@@ -10,14 +10,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from conf.errors import user_errors
-from engine.files import write_atomically
 from measure.curves import Curve
 from measure.groups import FEWEST
-from measure.intervals import Estimate, estimate, half_width, interval_text, mean_interval
+from measure.intervals import Estimate, estimate, half_width, interval_text, mean_interval, ratio_interval
 from measure.report import describe_context, effective_context
 from studies.claims import q_text, with_q
 from studies.plan import EXTENSIONS, FACTOR, PLANNED, REAL_DOCUMENTS, REAL_TOKENS, SOLVED, TASKS
-from studies.rows import BAR, RESULTS, Rows, Seeds, compare, contrast, difference, fill, header, line, read_rows
+from studies.rows import BAR, RESULTS, Rows, Seeds, compare, difference, fill, header, line, publish, read_rows
 
 MISSING = ["No rows yet."]
 WIDE = 0.2  # nats: where the gains of seeds differ by more, they stand in place of an interval
@@ -100,7 +99,7 @@ def headroom(rows: Rows, n: int) -> np.ndarray:
 def share_of_headroom(rows: Rows, label: str, n: int) -> tuple[float, float, float] | None:
     """The gain of rope with this method in the headroom, with its interval, on the seeds that have both.
 
-    By the variance of the linearised ratio. None without seeds, or without headroom.
+    None without seeds, or without headroom.
     """
     three = rows.find("rope", BAR, n), rows.find("rope", label, n), fine_tuned(rows, n)
     shared = set.intersection(*map(set, three))
@@ -108,9 +107,7 @@ def share_of_headroom(rows: Rows, label: str, n: int) -> tuple[float, float, flo
     gains, most = difference(bar, method), difference(bar, tuned)
     if not shared or most.mean() <= 0:
         return None
-    share = gains.mean() / most.mean()
-    low, high = estimate(gains - share * most).interval  # around 0
-    return share, share + low / most.mean(), share + high / most.mean()
+    return ratio_interval(gains, most)
 
 
 # ---- the sections; L: the trained context ----
@@ -222,7 +219,7 @@ def rises_section(rows: Rows) -> list[str]:
     for run, label in dict.fromkeys((run, label) for run, label, _ in rows.by_condition if label != "window"):
         ns = [multiple * L for multiple in (2, 8, 32)]
         inside = rows.find(run, "none", L)
-        rises = [contrast([at], [inside]) if (at := rows.find(run, label, n)) else np.array([]) for n in ns]
+        rises = [difference(rows.find(run, label, n), inside) for n in ns]
         name = f"`{run}`" + ("" if label == "none" else f", {label}")
         trained = max((row.longest_trained_ctx for row in inside.values()), default=L)
         gains = [gain(rows, run, label, n) if n > trained else "" for n in ns]
@@ -362,9 +359,7 @@ REPORTS = {"matrix.md": rope_report, "encodings.md": encodings_report, "tasks.md
 @user_errors
 def main() -> None:
     for name, report in REPORTS.items():
-        found = report()
-        write_atomically(RESULTS / name, lambda f, found=found: f.write(found.encode()))
-        print(found)
+        publish(name, report())
 
 
 if __name__ == "__main__":

@@ -49,7 +49,6 @@ def test_numbers_are_written_in_the_form_that_stands_there(by_hand):
         ("0.1<!--difference rope @1 - alibi @1-->", "too few seeds"),
         ("0.1<!--loss xpos @1-->", "no rows"),
         ("0.1<!--hits of tasks n=2-->", "no such rows"),
-        ("0.1<!--los rope @1-->", "column of the rows"),
         ("the loss is 2.5 at 2.5 L", "the loss is 2.5"),
     ],
 )
