@@ -134,12 +134,7 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     """FLOP/s of one GPU; None where it is not known: another GPU, a slice of one (MIG), a CPU, float32."""
     if device.type != "cuda" or not uses_bfloat16(device, dtype):
         return None
-    return peak_of(torch.cuda.get_device_name(device))
-
-
-def peak_of(gpu: str) -> float | None:
-    """FLOP/s of the GPU with this name, as torch.cuda.get_device_name returns it; None if it is not in PEAKS."""
-    words = f" {gpu.replace('-', ' ')} "
+    words = f" {torch.cuda.get_device_name(device).replace('-', ' ')} "
     return None if " MIG " in words else next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
 
 

@@ -129,11 +129,6 @@ def shard_work(n: int) -> Iterator[tuple[int, bool]]:
     return ((i % n, i < n) for i in range(rank(), math.ceil(n / world()) * world(), world()))
 
 
-def total(value: float) -> float:
-    """The sum over all ranks."""
-    return math.fsum(interleave([value]))
-
-
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank."""
     if not dist.is_initialized():

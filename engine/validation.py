@@ -39,7 +39,7 @@ class Validation:
                 w: Tensor = self.passes[i].to(self.device)
                 with autocast(self.device, self.dtype):
                     nats += counts * model.losses(w[:, :-1], w[:, 1:], change=change).sum().item()
-        nats = distributed.total(nats)
+        nats = math.fsum(distributed.interleave([nats]))  # of all ranks
         loss = nats / self.tokens
         return {"loss": loss, "ppl": math.exp(min(loss, 700)), "bits_per_byte": nats / math.log(2) / self.bytes}
 
