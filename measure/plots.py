@@ -58,24 +58,25 @@ def mark(ax: Any, n: float, text: str, line: int = 0) -> None:
     ax.annotate(text, (n, 1), (4, -12 * (line + 1)), ("data", "axes fraction"), "offset points", **GREY)
 
 
-def end_labels(ax: Any, ends: Sequence[tuple[float, float, str, dict[str, Any]]], space: int = 28) -> None:
-    """Write the name of each line to the right of the axes, and join it to the line's end by a dotted leader.
+def end_labels(ax: Any, space: int = 28) -> None:
+    """Write the name (label) of each line to the right of the axes, and join it to the line's end by a dotted leader.
 
-    ends: (x and y of the line's end in data coordinates, name, style of the line). space: distance of the names from
-    the axes in points. Names that would overlap are moved apart, as little as possible (isotonic regression). Call it
-    when the limits and the size of the axes no longer change.
+    space: distance of the names from the axes in points. Names that would overlap are moved apart, as little as
+    possible (isotonic regression). Call it when the limits and the size of the axes no longer change.
     """
-    ends = sorted(ends, key=lambda end: end[1])
+    named = [line for line in ax.get_lines() if not line.get_label().startswith("_child")]  # matplotlib's for no label
+    named.sort(key=lambda line: line.get_ydata()[-1])
+    ends = [line.get_xydata()[-1] for line in named]
     ax.autoscale_view()  # which matplotlib otherwise puts off until it draws
     width, height = (pixels * 72 / ax.figure.dpi for pixels in ax.bbox.size)  # points
     shift = 12 / height * np.arange(len(ends))  # 12 points: a line of text
-    y = ax.transAxes.inverted().transform(ax.transData.transform([end[:2] for end in ends]))[:, 1] - shift
-    for i, (x, last, text, style) in enumerate(ends):
+    y = ax.transAxes.inverted().transform(ax.transData.transform(ends))[:, 1] - shift
+    for i, line in enumerate(named):
         at = max(min(y[j : k + 1].mean() for k in range(i, len(y))) for j in range(i + 1)) + shift[i]
-        leader = {"arrowstyle": "-", "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 3, "color": style["color"]}
+        leader = {"arrowstyle": "-", "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 3, "color": line.get_color()}
         leader |= {"linestyle": (0, (1, 2)), "linewidth": 0.9}  # unlike any curve: it is not the curve's continuation
-        look = {"va": "center", "color": style["color"], "fontsize": 9, "annotation_clip": False, "parse_math": False}
-        ax.annotate(text, (x, last), (1 + space / width, at), "data", "axes fraction", leader, **look)
+        look = {"va": "center", "color": line.get_color(), "fontsize": 9, "annotation_clip": False, "parse_math": False}
+        ax.annotate(line.get_label(), ends[i], (1 + space / width, at), "data", "axes fraction", leader, **look)
 
 
 def save(fig: Any, path: Path, *suffixes: str) -> None:
@@ -106,12 +107,11 @@ def draw_curves(
     fig, ax = pyplot().subplots(figsize=(9, 5.2))
     chosen = by_importance(curves)[:MOST]
     title += f"; {MOST} of {len(curves)} curves: the best and the controls of each run" if len(curves) > MOST else ""
-    ends, curves = [], [curve for curve in curves if curve in chosen]
+    curves = [curve for curve in curves if curve in chosen]
     for curve in curves:
-        (style, text), ns, (y, low, high) = curve_style(curve, curves), [row.n for row in curve.overall], values(curve)
+        style, ns, (y, low, high) = curve_style(curve, curves), [row.n for row in curve.overall], values(curve)
         ax.plot(ns, y, **style)
         ax.fill_between(ns, low, high, color=style["color"], alpha=0.15, linewidth=0)
-        ends.append((ns[-1], y[-1], text, style))
     contexts = {c.first.longest_trained_ctx: f"extended to {c.first.longest_trained_ctx}" for c in curves}
     contexts |= {c.first.train_ctx: f"trained at {c.first.train_ctx}" for c in curves}
     for i, (n, text) in enumerate(sorted(contexts.items())):
@@ -129,7 +129,7 @@ def draw_curves(
     lengths_axis(ax, sorted({row.n for c in curves for row in c.overall}))
     ax.set_title(title, parse_math=False)  # it names runs, and a $ may be in a name
     ax.set(xlabel="context length n, tokens", ylabel=ylabel)
-    end_labels(ax, ends)
+    end_labels(ax)
     return fig
 
 
@@ -145,8 +145,8 @@ def by_importance(curves: Sequence[Curve]) -> list[Curve]:
     return [curve for _, curve in sorted(ranked, key=lambda x: x[0])]
 
 
-def curve_style(curve: Curve, curves: Sequence[Curve]) -> tuple[dict[str, Any], str]:
-    """(the line's properties in matplotlib, its name) of one of these curves.
+def curve_style(curve: Curve, curves: Sequence[Curve]) -> dict[str, Any]:
+    """The line's properties in matplotlib, of one of these curves.
 
     The colour is that of the encoding if there are several, otherwise that of the method. The dashes are those of the
     method, so that a curve can be seen on top of another. Runs of one encoding have different markers.
@@ -159,4 +159,5 @@ def curve_style(curve: Curve, curves: Sequence[Curve]) -> tuple[dict[str, Any], 
     name = NAMES.get(curve.label, curve.label)
     if len({c.group for c in curves}) > 1:
         name = f"{curve.group}, {name}" if len(labels) > 1 else curve.group
-    return {"color": color, "linestyle": dashes, "marker": MARKERS[groups.index(curve.group) % len(MARKERS)]}, name
+    marker = MARKERS[groups.index(curve.group) % len(MARKERS)]
+    return {"label": name, "color": color, "linestyle": dashes, "marker": marker}

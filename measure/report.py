@@ -139,15 +139,13 @@ class Losses:
         print_table(lines)
 
     def print_gains(self, shown: Sequence[Curve], curves: Sequence[Curve]) -> None:
-        """Print the gain over the better control for n > L of each group and method, two lengths beside each other.
+        """Print the gain over the better control for n > L of each group and method.
 
         shown: the curves to print. curves: these and the controls of their runs (none and window).
         """
         gains, L = values_of(GAIN, shown, curves), shown[0].first.train_ctx
-        ns = sorted({n for at in gains.values() for n in at if n > L})
         print("\ngain over the better control (window, truncation), nats/token [95 %]")
-        for pair in (ns[i : i + 2] for i in range(0, len(ns), 2)):
-            print_table({k: {n: gain_text(*at[n][:3]) for n in pair if n in at} for k, at in gains.items()})
+        print_table({k: {n: gain_text(*x[:3]) for n, x in at.items() if n > L} for k, at in gains.items()})
 
     def draw(self, shown: Sequence[Curve], path: Path, title: str, curves: Sequence[Curve] = ()) -> None:
         """Bits per byte and perplexity against context length. curves: with the controls of the runs, if not shown.

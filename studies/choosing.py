@@ -65,16 +65,14 @@ def draw() -> Any:
     fig.subplots_adjust(wspace=0.75, hspace=0.35)  # room for the names at the ends of the lines
     for ax, (title, curves) in zip(axes.flat, [*panels.items(), ("biases", biases())], strict=True):
         kind, ylabel = ("methods", "angle / its largest trained one") if title in panels else ("encodings", "bias")
-        ends = []
         for (name, y), dashes in zip(curves.items(), plots.DASHES, strict=False):
-            style = {"color": plots.color_of(kind, name), "linestyle": dashes}
-            ax.plot(DISTANCES[: len(y)] / L, y, markevery=[-1], marker="o", **style)
-            ends.append(((len(y) - 1) / L, float(y[-1]), plots.NAMES.get(name, name), style))
+            look = {"color": plots.color_of(kind, name), "linestyle": dashes, "label": plots.NAMES.get(name, name)}
+            ax.plot(DISTANCES[: len(y)] / L, y, markevery=[-1], marker="o", **look)
         if "slow" in title:
             ax.axhspan(0, 1, color="#999999", alpha=0.15, linewidth=0)
         ax.set(title=title, xlabel="distance / L", ylabel=ylabel)
         plots.mark(ax, 1, "trained: L")
-        plots.end_labels(ax, ends, space=16)
+        plots.end_labels(ax, space=16)
     return fig
 
 

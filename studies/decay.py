@@ -7,7 +7,6 @@ Two quantities at relative distance m, of heads of width D:
 """
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,6 +31,8 @@ Su's bound = 2/D · Σⱼ |Σ_(i<j) exp(√-1 · m θᵢ)|: the score of any q a
 depends on q and k, but not on m (RoFormer, section 3.4.3)."""
 
 
+Decay = tuple[Tensor, Tensor]  # score and Su's bound at each distance, float64 [positions]
+
 # ---- the quantities; inv_freq: radians per token, float64 [D / 2] ----
 
 
@@ -51,17 +52,9 @@ def su_bound(inv_freq: Tensor, positions: int) -> Tensor:
     return torch.polar(torch.ones_like(angle), angle).cumsum(dim=1).abs().mean(dim=1)
 
 
-@dataclass(frozen=True)
-class Decay:
-    """Both quantities at the distances 0 .. positions - 1, each float64 [positions]."""
-
-    score: Tensor
-    su_bound: Tensor
-
-
 def decay(inv_freq: Tensor, positions: int) -> Decay:
-    """Both quantities for frequencies float64 [D / 2], radians per token."""
-    return Decay(score(inv_freq, positions), su_bound(inv_freq, positions))
+    """Both quantities at the distances 0 .. positions - 1."""
+    return score(inv_freq, positions), su_bound(inv_freq, positions)
 
 
 # ---- the command ----
@@ -87,21 +80,18 @@ def draw(by_base: dict[str, Decay], by_scaling: dict[str, Decay], path: Path) ->
     titles = ("by base, without scaling", f"base 10000, by scaling method (L = {L}, factor {POSITIONS / L:g})")
     fig, axes = plots.pyplot().subplots(2, 2, figsize=(13, 8), sharex=True, sharey="row")
     fig.subplots_adjust(wspace=0.42, hspace=0.12)  # room for the names at the ends of the lines
-    labels = {}  # of each panel
     for column, title, curves in zip(axes.T, titles, (by_base, by_scaling), strict=True):
         column[0].set_title(title)
         column[1].set_xlabel("m: distance between query and key, tokens")
-        for ax, quantity in zip(column, ("score", "su_bound"), strict=True):
-            labels[ax] = []
-            for name, curve in curves.items():
-                smooth = getattr(curve, quantity).unfold(0, 64, 4).mean(dim=1)  # over 0 .. 63, 4 .. 67, ...
+        for name, quantities in curves.items():
+            for ax, quantity in zip(column, quantities, strict=True):
+                smooth = quantity.unfold(0, 64, 4).mean(dim=1)  # over 0 .. 63, 4 .. 67, ...
                 m = [32 + 4 * k for k in range(len(smooth))]
-                ax.plot(m, smooth, color=colors[name], linewidth=1.2)
-                labels[ax].append((m[-1], smooth[-1].item(), plots.NAMES.get(name, name), {"color": colors[name]}))
+                ax.plot(m, smooth, color=colors[name], linewidth=1.2, label=plots.NAMES.get(name, name))
     axes[0, 0].set_ylabel("score: q · k / D of all-ones q and k")
     axes[1, 0].set_ylabel("Su's bound")
-    for ax, ends in labels.items():  # all lines are drawn, so the limits are final
-        plots.end_labels(ax, ends, space=16)
+    for ax in axes.flat:  # all lines are drawn, so the limits are final
+        plots.end_labels(ax, space=16)
     fig.text(axes[0, 0].get_position().x0, 0.04, SYMBOLS.format(D=HEAD_DIM), fontsize=10, va="top", linespacing=1.5)
     plots.save(fig, path, ".png", ".svg", ".pdf")
 

@@ -117,10 +117,10 @@ def draw(panels: tuple[dict[str, list], dict[str, list]], title: str, turns: Ten
     axes[0].set(title=title, ylabel="divisor of the frequency")
     axes[1].set(xlabel="rotary pair, from high to low frequency", ylabel="interpolated: change of the loss, nats/token")
     for ax, lines in zip(axes, panels, strict=True):
-        ends = plot_by_pair(ax, lines)
+        plot_by_pair(ax, lines)
         ax.set_ymargin(0.15)
         plots.mark(ax, int((turns >= 1).sum()) - 0.5, "less than a rotation within L")
-        plots.end_labels(ax, ends, space=16)
+        plots.end_labels(ax, space=16)
     plots.save(fig, path)
 
 

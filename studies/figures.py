@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 from conf.errors import user_errors
 from measure import plots
@@ -60,32 +60,29 @@ def window_control(rows: Rows) -> Line:
     return over_lengths(rows, "rope", "window", "rope, window control", CONTROL)
 
 
-def draw_line(ax: Any, line: Line) -> tuple[float, float, str, Style]:
-    """Draw exp(mean loss over seeds) as a line and the range over seeds as a band; two seeds as points instead.
-
-    Returns what `end_labels` needs.
-    """
+def draw_line(ax: Any, line: Line) -> None:
+    """Draw exp(mean loss over seeds) as a line and the range over seeds as a band; two seeds as points instead."""
     points, name, style = line
     x = list(points)
     means = [float(np.exp(losses.mean())) for losses in points.values()]
     enough = [len(losses) >= FEWEST_FOR_A_BAND for losses in points.values()]
     low, high = ([np.exp(end(losses)) for losses in points.values()] for end in (np.min, np.max))
-    ax.plot(x, means, marker="o", **style)
+    ax.plot(x, means, marker="o", label=name, **style)
     ax.fill_between(x, low, high, where=enough, color=style["color"], alpha=0.15, linewidth=0)
     seeds = [(at, np.exp(loss)) for at, losses in points.items() if len(losses) == 2 for loss in losses]
     if seeds:
         look = {"markersize": 4.5, "markerfacecolor": "none", "markeredgewidth": 0.9, "color": style["color"]}
         ax.plot(*zip(*seeds, strict=True), "o", **look)
-    return x[-1], means[-1], name, style
 
 
-def draw_over_lengths(ax: Any, rows: Rows, lines: Sequence[Line]) -> list[tuple]:
-    """The lines that have rows, over the context length, and the x axis. Returns the labels of the lines."""
-    ends = [draw_line(ax, line) for line in lines if line[0]]
+def draw_over_lengths(ax: Any, rows: Rows, lines: Sequence[Line]) -> None:
+    """The lines that have rows, over the context length, and the x axis."""
+    for line in lines:
+        if line[0]:
+            draw_line(ax, line)
     plots.mark(ax, rows.trained_ctx, f"trained at {rows.trained_ctx}")
     plots.lengths_axis(ax, sorted({n for points, *_ in lines for n in points}))
     ax.set_xlabel("context length n (tokens)")
-    return ends
 
 
 def describe_seeds(rows: Rows, runs: Iterable[str]) -> str:
@@ -99,24 +96,17 @@ def describe_seeds(rows: Rows, runs: Iterable[str]) -> str:
     return text + ("; hollow points: single seeds" if any(1 < n < FEWEST_FOR_A_BAND for n in counts) else "")
 
 
-def finish(fig: Any, labels: Sequence[list[tuple]], space: int = 22) -> Any:
+def finish(fig: Any, space: int = 22) -> Any:
     """A logarithmic y axis with round numbers, which all panels share, and the names of each panel's lines."""
     first = fig.axes[0]
     first.set_yscale("log")
-    low, high = first.get_ylim()
-    ticks = [p * 10**k for k in range(4) for p in (1, 1.5, 2, 3, 5, 7) if low <= p * 10**k <= high]
+    first.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7), numticks=99))
+    first.yaxis.set_major_formatter("{x:g}")
     first.yaxis.set_minor_locator(NullLocator())
-    first.set_yticks(ticks)
-    first.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     first.set_ylabel("perplexity on the same targets")
-    for ax, ends in zip(fig.axes, labels, strict=True):
-        plots.end_labels(ax, ends, space)
+    for ax in fig.axes:
+        plots.end_labels(ax, space)
     return fig
-
-
-def title_of_panels(fig: Any, title: str, y: float) -> None:
-    """Above the first of several panels."""
-    fig.suptitle(title, fontsize=11, x=fig.axes[0].get_position().x0, y=y, ha="left")
 
 
 # ---- the figures ----
@@ -125,8 +115,8 @@ def title_of_panels(fig: Any, title: str, y: float) -> None:
 def one_panel(rows: Rows, lines: Sequence[Line], title: str, runs: Iterable[str]) -> Any:
     """Perplexity against context length."""
     fig, ax = plots.pyplot().subplots(figsize=(9, 5.2))
-    ends = draw_over_lengths(ax, rows, lines)
-    finish(fig, [ends], space=34)
+    draw_over_lengths(ax, rows, lines)
+    finish(fig, space=34)
     ax.set_title(f"{title}\n{describe_seeds(rows, runs)}")
     return fig
 
@@ -153,13 +143,12 @@ def real(rows: Rows) -> Any:
     runs = [f"smollm2-{corpus}" for corpus in REAL_DOCUMENTS]
     fig, axes = plots.pyplot().subplots(1, len(runs), figsize=(13, 5.2), sharey=True)
     fig.subplots_adjust(wspace=0.4)
-    labels = []  # of each panel
     for ax, run in zip(axes, runs, strict=True):
         styles = {m: {"color": color_of("methods", m), "linestyle": "-"} for m in methods} | {"window": CONTROL}
         lines = [over_lengths(rows, run, m, NAMES.get(m, m), style) for m, style in styles.items()]
-        labels.append(draw_over_lengths(ax, rows, lines))
+        draw_over_lengths(ax, rows, lines)
         ax.set_title(run)
-    return finish(fig, labels)
+    return finish(fig)
 
 
 def base(rows: Rows) -> Any:
@@ -167,11 +156,10 @@ def base(rows: Rows) -> Any:
     found = {row.base: row.name for row in rows.rows if row.part == "base" and row.name.startswith("base")}
     runs, L = dict(sorted({10000.0: "rope", **found}.items())), rows.trained_ctx
     fig, ax = plots.pyplot().subplots(figsize=(8, 4.8))
-    ends = []
     for k, n in enumerate((L, 2 * L, 4 * L, 8 * L)):
         points = {b: losses for b, run in runs.items() if len(losses := rows.losses(run, "none", n))}
         style = {"color": plots.pyplot().get_cmap("viridis")(0.85 * k / 3), "linestyle": "-"}
-        ends.append(draw_line(ax, (points, f"n = {n}", style)))
+        draw_line(ax, (points, f"n = {n}", style))
     ax.set_xscale("log")
     ax.set_xticks(list(runs), [f"{b:,.0f}" for b in runs], fontsize=8)
     ax.xaxis.set_minor_locator(NullLocator())
@@ -188,7 +176,7 @@ def base(rows: Rows) -> Any:
 
     ax.set_yscale("log")
     ax.set_ylim(top=ax.get_ylim()[1] * 1.3)  # room for the text above
-    finish(fig, [ends])
+    finish(fig)
     ax.set_xlabel("base of RoPE in pre-training")
     ax.set_title(
         f"RoPE with different bases, trained at {L} and evaluated at n tokens\n{describe_seeds(rows, runs.values())}"
@@ -205,20 +193,19 @@ def layers(rows: Rows) -> Any:
     references.append(window_control(rows))
     fig, axes = plots.pyplot().subplots(1, len(LAYER_PANELS), figsize=(16, 5.2), sharey=True)
     fig.subplots_adjust(wspace=0.62)  # room for the names at the ends of the lines
-    labels = []  # of each panel
     for ax, (title, conditions) in zip(axes, LAYER_PANELS.items(), strict=True):
         lines = []
         for i, (run, label, name, color) in enumerate(conditions):
             dashes = ("-", DASHED, DOTTED, MIXED)[i % 4]
             lines.append(over_lengths(rows, run, label, name, {"color": color, "linestyle": dashes}))
-        labels.append(draw_over_lengths(ax, rows, [*references, *lines]))
+        draw_over_lengths(ax, rows, [*references, *lines])
         ax.set_title(title)
-    finish(fig, labels)
+    finish(fig)
     seeds = describe_seeds(rows, {row.name for row in rows.rows})
     seeds += ": a difference below that between two seeds of rope means little" if seeds == "one seed" else ""
     L = rows.trained_ctx
     title = f"Newer encodings, layer schedules and changes of a trained rope beside rope and alibi, L = {L}\n{seeds}"
-    title_of_panels(fig, title, 1.02)
+    fig.suptitle(title, fontsize=11, x=fig.axes[0].get_position().x0, y=1.02, ha="left")
     return fig
 
 

@@ -26,7 +26,16 @@ METHODS = ("none", "pi", "ntk", "yarn", "yarn_paper", "ntk_mixed")
 
 def main() -> None:
     """Print the summary, and draw the figure to --out."""
-    args = parse_arguments()
+    parser = argparse.ArgumentParser(description="Rotations of each pair of RoPE within a trained context")
+    parser.add_argument("--ctx", type=int, default=256, help="the trained context, L")
+    parser.add_argument("--rotary-dim", type=int, default=64)
+    parser.add_argument("--base", type=float, default=10000.0)
+    parser.add_argument("--factor", type=float, default=8.0, help="extension factor of the methods that have one")
+    parser.add_argument("--out", default="results/spectrum", help="writes OUT.png, .svg, .pdf")
+    args = parser.parse_args()
+    if args.ctx < 2 or args.rotary_dim < 4 or args.rotary_dim % 2 or args.base < 1 or args.factor < 1:
+        raise UserError("--ctx must be at least 2, --rotary-dim even and at least 4, --base and --factor at least 1")
+
     L, out = args.ctx, Path(args.out)
     trained = TrainedContext("rope", L, frequencies(args.rotary_dim, args.base))
     turns = rotations(trained.inv_freq, L)
@@ -40,19 +49,6 @@ def main() -> None:
     settings = f"rotary_dim {args.rotary_dim}, base {args.base:g}, extension factor {args.factor:g}"
     draw(by_method, L, f"Rotations of each RoPE pair within L = {L} tokens ({settings})", out)
     print(f"{out}.png")
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Rotations of each pair of RoPE within a trained context")
-    parser.add_argument("--ctx", type=int, default=256, help="the trained context, L")
-    parser.add_argument("--rotary-dim", type=int, default=64)
-    parser.add_argument("--base", type=float, default=10000.0)
-    parser.add_argument("--factor", type=float, default=8.0, help="extension factor of the methods that have one")
-    parser.add_argument("--out", default="results/spectrum", help="writes OUT.png, .svg, .pdf")
-    args = parser.parse_args()
-    if args.ctx < 2 or args.rotary_dim < 4 or args.rotary_dim % 2 or args.base < 1 or args.factor < 1:
-        raise UserError("--ctx must be at least 2, --rotary-dim even and at least 4, --base and --factor at least 1")
-    return args
 
 
 def base_bound(rotary_dim: int, ctx: int) -> float:
@@ -97,27 +93,24 @@ def rotations_by_method(trained: TrainedContext, factor: float) -> dict[str, Ten
     return by_method
 
 
-def plot_by_pair(ax: Any, lines: Mapping[str, Sequence[float] | Tensor]) -> list[tuple]:
-    """Draw a line for each method, of a number for each pair -> the ends of the lines, for plots.end_labels."""
-    ends = []
+def plot_by_pair(ax: Any, lines: Mapping[str, Sequence[float] | Tensor]) -> None:
+    """Draw a line for each method, of a number for each pair."""
     for name, y in lines.items():
-        style = {"color": plots.color_of("methods", name), "linestyle": plots.CONTROL_DASHES if name == "none" else "-"}
-        ax.plot(y, marker="o", **style)
-        ends.append((len(y) - 1, float(y[-1]), plots.NAMES.get(name, name), style))
-    return ends
+        look = {"color": plots.color_of("methods", name), "linestyle": plots.CONTROL_DASHES if name == "none" else "-"}
+        ax.plot(y, marker="o", label=plots.NAMES.get(name, name), **look)
 
 
 def draw(by_method: dict[str, Tensor], ctx: int, title: str, path: Path) -> None:
     """Draw the rotations within ctx tokens against the index of the pair, with a line for each method."""
     fig, ax = plots.pyplot().subplots(figsize=(9, 5.2))
-    ends = plot_by_pair(ax, by_method)
+    plot_by_pair(ax, by_method)
     ax.axhline(1, color="#999999", linewidth=1)
     place = {"xytext": (-4, 4), "textcoords": "offset points", "ha": "right"}
     ax.annotate(f"one rotation within {ctx} tokens", (1, 1), xycoords=("axes fraction", "data"), **place, **plots.GREY)
     ax.set_yscale("log")
     ax.set_xlabel("rotary pair, from high to low frequency")
     ax.set_ylabel(f"rotations within {ctx} tokens")
-    plots.end_labels(ax, ends, space=22)
+    plots.end_labels(ax, space=22)
     ax.set_title(title)
     plots.save(fig, path, ".png", ".svg", ".pdf")
 

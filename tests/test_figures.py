@@ -184,7 +184,9 @@ def test_names_move_as_little_as_possible():
     fig, ax = plt.subplots()
     ax.set(xlim=(0, 1), ylim=(0, 1))
     ys = {"alone": 0.9, "upper": 0.5, "middle": 0.5, "lower": 0.5}
-    plots.end_labels(ax, [(1.0, y, name, {"color": "#000000"}) for name, y in ys.items()])
+    for name, y in ys.items():
+        ax.plot([1.0], [y], color="#000000", label=name)
+    plots.end_labels(ax)
     heights = {a.get_text(): a.xyann[1] for a in names_at_line_ends(fig)}
     assert heights.pop("alone") == pytest.approx(0.9)
     assert np.mean(list(heights.values())) == pytest.approx(0.5)  # the group stays centred on its lines
@@ -197,7 +199,8 @@ def test_names_move_as_little_as_possible():
 def test_fewer_than_three_seeds_are_points_without_a_band():
     _, ax = plt.subplots()
     two, three, style = np.array([3.0, 3.5]), np.array([3.0, 3.2, 3.5]), {"color": "#000000"}
-    assert figures.draw_line(ax, ({1: two, 2: three, 3: three}, "a", style)) == (3, np.exp(three.mean()), "a", style)
+    figures.draw_line(ax, ({1: two, 2: three, 3: three}, "a", style))
+    assert ax.lines[0].get_label() == "a" and ax.lines[0].get_xydata()[-1].tolist() == [3, np.exp(three.mean())]
     [band] = [c for c in ax.collections if isinstance(c, PolyCollection)]
     assert band.get_datalim(ax.transData).x0 == 2  # and nothing where there are two seeds
     assert ax.lines[-1].get_xydata().tolist() == [[1.0, np.exp(3.0)], [1.0, np.exp(3.5)]]
