@@ -12,7 +12,7 @@ fewer than three seeds, the seeds are points instead. `--page FILE` writes the r
 
 import argparse
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +75,6 @@ def draw_line(ax: Any, line: Line) -> None:
         ax.plot(*zip(*seeds, strict=True), "o", **look)
 
 
-def draw_over_lengths(ax: Any, rows: Rows, lines: Sequence[Line]) -> None:
-    """The lines that have rows, over the context length, and the x axis."""
-    for line in lines:
-        if line[0]:
-            draw_line(ax, line)
-    plots.mark(ax, rows.trained_ctx, f"trained at {rows.trained_ctx}")
-    plots.lengths_axis(ax, sorted({n for points, *_ in lines for n in points}))
-    ax.set_xlabel("context length n (tokens)")
-
-
 def describe_seeds(rows: Rows, runs: Iterable[str]) -> str:
     """For the title: how many trainings the curves of these runs are the mean of, and what bands and points show."""
     names = {*runs}
@@ -112,13 +102,23 @@ def finish(fig: Any, space: int = 22) -> Any:
 # ---- the figures ----
 
 
-def one_panel(rows: Rows, lines: Sequence[Line], title: str, runs: Iterable[str]) -> Any:
-    """Perplexity against context length."""
-    fig, ax = plots.pyplot().subplots(figsize=(9, 5.2))
-    draw_over_lengths(ax, rows, lines)
-    finish(fig, space=34)
-    ax.set_title(f"{title}\n{describe_seeds(rows, runs)}")
-    return fig
+def over_context(
+    rows: Rows, panels: Mapping[str, Sequence[Line]], width: float, between: float | None = None, space: int = 22
+) -> Any:
+    """Perplexity against context length. panels: title -> the lines of a panel, of which those with rows are drawn.
+
+    width: of the figure, inches. between: two panels, in widths of one: room for the names at the ends of the lines.
+    """
+    fig, axes = plots.pyplot().subplots(1, len(panels), figsize=(width, 5.2), sharey=True, squeeze=False)
+    fig.subplots_adjust(wspace=between)
+    for ax, (title, lines) in zip(axes.flat, panels.items(), strict=True):
+        for line in lines:
+            if line[0]:
+                draw_line(ax, line)
+        plots.mark(ax, rows.trained_ctx, f"trained at {rows.trained_ctx}")
+        plots.lengths_axis(ax, sorted({n for points, *_ in lines for n in points}))
+        ax.set(xlabel="context length n (tokens)", title=title)
+    return finish(fig, space)
 
 
 def encodings(rows: Rows) -> Any:
@@ -126,29 +126,26 @@ def encodings(rows: Rows) -> Any:
     present = rows.runs("encodings")
     runs = {run: "NoPE (none)" if run == "none" else run for run in ENCODINGS if run in present}
     lines = [over_lengths(rows, run, "none", name, style_of(run)) for run, name in runs.items()]
-    title = "Extrapolation of positional encodings past the trained context"
-    return one_panel(rows, [*lines, window_control(rows)], title, runs)
+    title = f"Extrapolation of positional encodings past the trained context\n{describe_seeds(rows, runs)}"
+    return over_context(rows, {title: [*lines, window_control(rows)]}, width=9, space=34)
 
 
 def scaling(rows: Rows) -> Any:
     """rope with the scaling methods of METHODS, and its window control."""
     styles = {m: {"color": color_of("methods", m), "linestyle": "-"} for m in METHODS} | {"window": CONTROL}
     lines = [over_lengths(rows, "rope", m, NAMES.get(m, m), style) for m, style in styles.items()]
-    return one_panel(rows, lines, "Extrapolation of RoPE past the trained context, by scaling method", ["rope"])
+    title = "Extrapolation of RoPE past the trained context, by scaling method"
+    return over_context(rows, {f"{title}\n{describe_seeds(rows, ['rope'])}": lines}, width=9, space=34)
 
 
 def real(rows: Rows) -> Any:
     """The real model with scaling methods and its window control, in a panel for each corpus."""
     methods = dict.fromkeys(label for _, label, _ in rows.by_condition)
-    runs = [f"smollm2-{corpus}" for corpus in REAL_DOCUMENTS]
-    fig, axes = plots.pyplot().subplots(1, len(runs), figsize=(13, 5.2), sharey=True)
-    fig.subplots_adjust(wspace=0.4)
-    for ax, run in zip(axes, runs, strict=True):
-        styles = {m: {"color": color_of("methods", m), "linestyle": "-"} for m in methods} | {"window": CONTROL}
-        lines = [over_lengths(rows, run, m, NAMES.get(m, m), style) for m, style in styles.items()]
-        draw_over_lengths(ax, rows, lines)
-        ax.set_title(run)
-    return finish(fig)
+    styles = {m: {"color": color_of("methods", m), "linestyle": "-"} for m in methods} | {"window": CONTROL}
+    panels = {}
+    for run in (f"smollm2-{corpus}" for corpus in REAL_DOCUMENTS):
+        panels[run] = [over_lengths(rows, run, m, NAMES.get(m, m), style) for m, style in styles.items()]
+    return over_context(rows, panels, width=13, between=0.4)
 
 
 def base(rows: Rows) -> Any:
@@ -191,16 +188,13 @@ def layers(rows: Rows) -> Any:
     """
     references = [over_lengths(rows, run, "none", run, style_of(run)) for run in ("rope", "alibi")]
     references.append(window_control(rows))
-    fig, axes = plots.pyplot().subplots(1, len(LAYER_PANELS), figsize=(16, 5.2), sharey=True)
-    fig.subplots_adjust(wspace=0.62)  # room for the names at the ends of the lines
-    for ax, (title, conditions) in zip(axes, LAYER_PANELS.items(), strict=True):
-        lines = []
+    panels = {}
+    for title, conditions in LAYER_PANELS.items():
+        panels[title] = [*references]
         for i, (run, label, name, color) in enumerate(conditions):
             dashes = ("-", DASHED, DOTTED, MIXED)[i % 4]
-            lines.append(over_lengths(rows, run, label, name, {"color": color, "linestyle": dashes}))
-        draw_over_lengths(ax, rows, [*references, *lines])
-        ax.set_title(title)
-    finish(fig)
+            panels[title].append(over_lengths(rows, run, label, name, {"color": color, "linestyle": dashes}))
+    fig = over_context(rows, panels, width=16, between=0.62)
     seeds = describe_seeds(rows, {row.name for row in rows.rows})
     seeds += ": a difference below that between two seeds of rope means little" if seeds == "one seed" else ""
     L = rows.trained_ctx
