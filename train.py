@@ -67,11 +67,11 @@ def train(cfg: TrainConfig) -> None:
         training = Training(cfg, folder, device, parent, state)
         state = parent = None  # free their tensors
         training.print_start()
-        with StopSignal() as stop, training.open_log() as log, training.open_bar() as bar:
+        with StopSignal() as stop, training.log, training.open_bar() as bar:
             training.start_clock()
             while training.done < cfg.steps and not training.stopped:
                 training.step(bar)
-                training.report(log, bar, stop)
+                training.report(bar, stop)
         if training.stopped:
             again = "the same command without fresh=true" if cfg.fresh else "the same command again"
             say(f"stopped: {folder} is saved at step {training.done} of {cfg.steps}; run {again} to resume")
@@ -159,7 +159,8 @@ class Training:
         self.result: dict[str, float] = {}  # of the last validation
         self.n_parameters = self.model.n_parameters()
         dtype = "bfloat16" if bfloat16 else "float32"
-        self.facts = {"n_parameters": self.n_parameters, "device": device.type, "dtype": dtype}
+        facts = {"n_parameters": self.n_parameters, "device": device.type, "dtype": dtype}
+        self.log = TrainingLog(cfg, folder, self.start, facts)
         # 6 N FLOPs per token, forward and backward. All steps count, not only the remaining ones: a resumed run must
         # make the same choice as an uninterrupted one, because compiled code rounds differently.
         flops = 6 * self.n_parameters * cfg.batch_tokens * cfg.steps
@@ -206,7 +207,7 @@ class Training:
 
     # ---- after a step: log, validate and save at their intervals, and always after the last step ----
 
-    def report(self, log: TrainingLog, bar: tqdm, stop: StopSignal) -> None:
+    def report(self, bar: tqdm, stop: StopSignal) -> None:
         cfg, last = self.cfg, self.done == self.cfg.steps
         self.stopped = distributed.any_rank(bool(stop)) and not last
         logging, validating, saving = (
@@ -218,16 +219,16 @@ class Training:
         if logging:  # .item() waits for the GPU, so not at every step
             point = {"loss": distributed.mean(self.loss).item(), "lr": self.lr}
             point |= {**self.throughput.measure(self.done), "grad_norm": self.norm.item()}
-            log.point(self.done, point)
+            self.log.point(self.done, point)
             bar.set_postfix_str(describe_point(point, (cfg.steps - self.done) * cfg.batch_tokens), refresh=False)
         if validating:
             self.result = self.validation.measure(self.model, self.change)
-            log.point(self.done, {f"val_{name}": value for name, value in self.result.items()})
+            self.log.point(self.done, {f"val_{name}": value for name, value in self.result.items()})
             if distributed.rank() == 0:
                 bar.write(f"step {self.done}: held-out {describe_validation(self.result)}")
         self.check_finite()
         if saving:
-            self.save(log)
+            self.save()
         self.throughput.restart(self.done)
 
     def check_finite(self) -> None:
@@ -237,7 +238,7 @@ class Training:
             lower = f"try optim.lr below {self.cfg.optim.lr}"
             raise UserError(f"the loss or its gradient is not finite by step {self.done}: {last}; {lower}")
 
-    def save(self, log: TrainingLog) -> None:
+    def save(self) -> None:
         """Write ckpt.pt, on rank 0. UserError if it cannot be written; the previous one is then unchanged."""
         state = {
             "config": asdict(self.cfg),
@@ -250,16 +251,13 @@ class Training:
         }
         distributed.on_rank0(lambda: checkpoint.save(self.folder, state))
         self.saved = self.done
-        log.saved(state)
+        self.log.saved(state)
 
     def elapsed(self) -> float:
         """Seconds of this training, with those of earlier parts of a resumed run."""
         return self.seconds + time.monotonic() - self.began
 
     # ---- output ----
-
-    def open_log(self) -> TrainingLog:
-        return TrainingLog(self.cfg, self.folder, self.start, self.facts)
 
     def open_bar(self) -> tqdm:
         return progress_bar(self.cfg.steps, "step {n_fmt} of {total_fmt}, {elapsed}", done=self.start)
