@@ -29,7 +29,19 @@ from studies.rows import StudyRow, read_rows
 
 def main() -> None:
     """Run all jobs that have no rows yet. The file of rows is written after each job, so no finished job is lost."""
-    args = parse_arguments()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("size", nargs="?", default="default", help=", ".join(choices("study")))
+    parser.add_argument("--plan", choices=PLANS, default="rope", help="which runs: see studies/plan.py")
+    parser.add_argument("--seeds", type=whole_numbers, help="such as 0 or 0,1,2; without it, those of each part")
+    only = "names of jobs (rope-s0,base100-s0) or parts (rope, finetune; encodings, base)"
+    parser.add_argument("--only", help=only)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="save and stop after this time")
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time, on a GPU or a machine with many cores")
+    parser.add_argument("--runs", help="the folder of runs; without it, runs/matrix-SIZE")
+    parser.add_argument("--cache", default=".cache", help="the folder of prepared corpora (default .cache)")
+    parser.add_argument("--out", help="the rows; without it, PLAN.jsonl in the folder of runs")
+    args = parser.parse_args()
+
     size = load_size(args.size)
     runs = args.runs or f"runs/matrix-{args.size}"
     out = Path(args.out or f"{runs}/{args.plan}.jsonl")
@@ -108,21 +120,6 @@ def finished_jobs(
 def whole_numbers(text: str) -> tuple[int, ...]:
     """0,1,2 -> (0, 1, 2)"""
     return tuple(map(int, text.split(",")))
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("size", nargs="?", default="default", help=", ".join(choices("study")))
-    parser.add_argument("--plan", choices=PLANS, default="rope", help="which runs: see studies/plan.py")
-    parser.add_argument("--seeds", type=whole_numbers, help="such as 0 or 0,1,2; without it, those of each part")
-    only = "names of jobs (rope-s0,base100-s0) or parts (rope, finetune; encodings, base)"
-    parser.add_argument("--only", help=only)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="save and stop after this time")
-    parser.add_argument("--jobs", type=int, default=1, help="how many at a time, on a GPU or a machine with many cores")
-    parser.add_argument("--runs", help="the folder of runs; without it, runs/matrix-SIZE")
-    parser.add_argument("--cache", default=".cache", help="the folder of prepared corpora (default .cache)")
-    parser.add_argument("--out", help="the rows; without it, PLAN.jsonl in the folder of runs")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":
