@@ -11,18 +11,18 @@ from tests.source import ROOT, circle, code_lines, edges, functions, imports_of,
 
 # Limits, and where they are above the aim, the aim: a limit rises only with what a new feature needs
 BUDGETS = {
-    "commands": 556,
+    "commands": 547,
     "conf": 565,
     "data": 554,
-    "engine": 809,
+    "engine": 805,
     "kernels": 338,
     "model": 1572,
-    "measure": 1476,
+    "measure": 1474,
     "hf": 1226,
-    "studies": 1820,
+    "studies": 1685,
     "bench": 333,
-    "product": 9249,
-    "tests": 8274,
+    "product": 9099,
+    "tests": 8257,
 }
 AIMS = BUDGETS | {
     **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100, "studies": 1500},
