@@ -1,4 +1,4 @@
-"""The rotary op: the Triton kernel (interpreted without a GPU) against float64, mpmath, transformers, algebra."""
+"""The rotary op, by the Triton kernel (interpreted without a GPU) and in plain torch, against float64 and mpmath."""
 
 import re
 from collections.abc import Iterable
@@ -32,6 +32,11 @@ def use_triton(monkeypatch, request):
     if choice.INTERPRETED:
         # Fewer heads for each program: the interpreter would go through all of them, also where they are empty
         monkeypatch.setattr(rope_triton, "HEADS", 4)
+
+
+@pytest.fixture(params=["triton", "torch"])
+def either_kernel(monkeypatch, request):
+    monkeypatch.setattr(choice, "kernel", request.param)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -85,7 +90,7 @@ FORWARD = [(*shape, dtype) for shape in SHAPES for dtype in (DTYPES if shape in 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("D, R, dtype", FORWARD)
-def test_forward_against_float64(D, R, dtype, interleaved, device):
+def test_forward_against_float64(D, R, dtype, interleaved, device, either_kernel):
     f = frequencies(R // 2)
     # One token in two rows; a full block of tokens and a partial one; a full block. Heads: also no multiple of a tile's
     block = rope_triton.tile(R // 2, dtype.itemsize)["BLOCK_T"]
@@ -96,7 +101,8 @@ def test_forward_against_float64(D, R, dtype, interleaved, device):
             want = exact(x, f, torch.arange(T), interleaved)
             # a sum of two products: what counts as the last place is that of the larger input
             size = torch.maximum(want.abs(), exact(x.abs(), f, torch.zeros(T), interleaved))
-            assert ((y.double().cpu() - want).abs() <= TOLERANCE[dtype] * (size + 1e-3)).all()
+            angle_error = 4e-7 * x.abs().max().item()
+            assert ((y.double().cpu() - want).abs() <= TOLERANCE[dtype] * (size + 1e-3) + angle_error).all()
 
 
 # ---- backward ----
@@ -190,9 +196,10 @@ def test_heads_that_are_two_to_the_31_elements_apart(tmp_path):
 # ---- angles ----
 
 
-@pytest.mark.parametrize("position", [0, 2**13, 2**17, 10**6, 2**20, 2**30, -1, -(2**20), -(2**30)])
-def test_angles_of_the_kernel_against_200_bits(position, device):
-    """x = (1, 0) in every pair becomes (cos, sin), with no larger an error at one million than at zero."""
+@pytest.mark.parametrize("position", [0, 1, 255, 2**13, 2**17, 10**6, 2**20, 2**30, -1, -(2**20), -(2**30)])
+def test_angles_against_200_bits(position, device, either_kernel):
+    """x = (1, 0) in every pair becomes (cos, sin), with no larger an error at one million than at zero: a float32 table
+    errs by 3e-2 there."""
     q = torch.zeros(1, 1, 1, 64, device=device)
     q[..., :32] = 1
     y = rope(q, q, phases(32, device), torch.tensor([position], device=device))[0].flatten().cpu()
@@ -202,7 +209,7 @@ def test_angles_of_the_kernel_against_200_bits(position, device):
     assert (y - want).abs().max() < 1e-6
 
 
-def test_every_quarter_turn_and_its_borders():
+def test_every_quarter_turn_and_its_borders(either_kernel):
     """The polynomials and quadrants at exact eighths of a turn and one unit to each side of them."""
     eighths = [i * 2**61 for i in range(-4, 4)]
     turns = torch.tensor([e + d for e in eighths for d in (-(2**32), 0, 2**32) if -(2**63) <= e + d < 2**63])

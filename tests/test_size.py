@@ -11,18 +11,18 @@ from tests.source import ROOT, circle, code_lines, edges, functions, imports_of,
 
 # Limits, and where they are above the aim, the aim: a limit rises only with what a new feature needs
 BUDGETS = {
-    "commands": 547,
+    "commands": 556,
     "conf": 565,
     "data": 554,
-    "engine": 805,
+    "engine": 809,
     "kernels": 338,
     "model": 1572,
-    "measure": 1474,
+    "measure": 1476,
     "hf": 1226,
-    "studies": 1685,
+    "studies": 1736,
     "bench": 333,
-    "product": 9099,
-    "tests": 8257,
+    "product": 9165,
+    "tests": 8232,
 }
 AIMS = BUDGETS | {
     **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100, "studies": 1500},
