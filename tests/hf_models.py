@@ -178,4 +178,7 @@ def with_tokenizer(folder, kind: str = "bytes"):
         t.normalizer = n.Sequence([n.Prepend("\u2581"), n.Replace(" ", "\u2581")])
         t.decoder = d.Sequence([d.Replace("\u2581", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)])
     t.add_special_tokens(["<eos>"])
+    if kind == "sentencepiece":  # as Llama's, texts begin with a special token
+        begin = ("<eos>", t.token_to_id("<eos>"))
+        t.post_processor = tokenizers.processors.TemplateProcessing(single="<eos> $A", special_tokens=[begin])
     t.save(str(folder / "tokenizer.json"))

@@ -21,7 +21,6 @@ from data import corpus as corpora
 from data.corpus import held_out_texts
 from data.tokenizer import padded
 from engine import checkpoint
-from hf.families import FAMILIES, TEXT_PARTS
 from model import gpt
 from tests import hf_models as reading
 from tests.helpers import error_of, run_eval, train_settings, write_documents
@@ -44,15 +43,6 @@ def test_logits_equal_transformers(family, rope_type, tmp_path):
     cfg = reading.read(tmp_path, 96, train_ctx)[0]
     assert gpt.trained_context(cfg, gpt.build_encoding(cfg)).train_ctx == (96 if family.startswith("gpt2") else L)
     reading.assert_equal(our_logits(tmp_path, train_ctx), expected)
-
-
-def test_every_family_is_compared_with_each_of_its_windows(tmp_path):
-    """Every model_type, and those that can have windows with windows below the lengths that are compared."""
-    windows = {x: CASES[x][1].get("text_config", CASES[x][1]).get("sliding_window") for x in CASES}
-    for model_type in (*FAMILIES, *TEXT_PARTS):
-        family = FAMILIES[TEXT_PARTS.get(model_type, (model_type,))[0].split()[0]]
-        of_family = [window for name, window in windows.items() if name.split(",")[0] == model_type]
-        assert of_family and ("sliding_window" not in family.keys or 12 in of_family), model_type
 
 
 def test_contexts_and_scaling_of_a_config(tmp_path):
@@ -125,6 +115,7 @@ def test_eval_scores_the_held_out_text_as_transformers_does(kind, folder, here, 
     out = capsys.readouterr().out
     described = f"run: hf-model ({folder}, whose config says scaling=dynamic_hf hf_factor=3.0)"
     assert described in " ".join(out.split())
+    assert ("note: its tokenizer puts <eos> at the beginning" in out) == (kind == "sentencepiece")
     files = {f.name.split("-")[0]: f for f in (here / "runs/hf-model/eval").glob("*.jsonl")}
     assert files.keys() == {"none", "window", "pi"} and (here / "runs/hf-model/eval/ctx128.png").exists()
     rows = [json.loads(line) for line in files["none"].read_text().splitlines()]

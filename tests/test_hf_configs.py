@@ -139,6 +139,7 @@ OLD = {"rope_parameters": None, "torch_dtype": "float32"}  # with rope_theta and
         ("exaone4", {"rms_norm_eps": ..., "sliding_window_pattern": "LLLG", **OLD}),
         ("gpt2", {"layer_norm_epsilon": ..., "n_positions": 96, "scale_attn_weights": ..., "tie_word_embeddings": ...}),
         ("bloom", {"n_embed": 32, "hidden_size": 64}),
+        ("qwen2, window", {"use_sliding_window": False, "layer_types": None}),
         # Phi-3's first files say "su" or "yarn", with the context outside; of "su" transformers 5 wants it inside, too
         ("phi3", {**rope({"type": "su", **LONG, **CONTEXT}), "max_position_embeddings": 128}),
         ("phi3", {**rope({"type": "yarn", **LONG}), "max_position_embeddings": 128}),
