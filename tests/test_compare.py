@@ -63,13 +63,6 @@ def study(**groups: tuple[str, ...]) -> list:
     return [dataclasses.replace(c, named=names[c.run.rpartition("-s")[0]]) for c in curves_of(rows)]
 
 
-def test_three_seeds_decide_nothing(capsys):
-    print_verdicts(study(rope=("rope",), alibi=("alibi",)), ["rope", "alibi"], ["none"], {})
-    out = capsys.readouterr().out
-    assert re.search(r"\n +512 +2\.918 2\.866 2\.809 +3\.373 3\.146 3\.573\n", out), out  # of each seed
-    assert "verdict from 3 and 3 seeds: none" in out and "[" not in out and "better" not in out
-
-
 def test_the_verdict_between_six_and_six_seeds(capsys):
     groups = study(rope=("rope", "rope_interleaved"), flat=("alibi", "xpos"))
     print_verdicts(groups, ["rope", "flat"], ["none"], {})

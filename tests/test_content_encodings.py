@@ -6,7 +6,6 @@ tests/test_upstream.py compares with outputs of other authors' code.
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -253,18 +252,6 @@ def test_frequencies_maps_of_positions_and_logn_apply_to_all_that_rotate(pos, na
 
 
 # ---- against implementations of others ----
-
-
-def test_sink_logits_equal_gpt_oss():
-    gpt_oss = helpers.import_or_skip("transformers.models.gpt_oss.modeling_gpt_oss")
-    model, tokens = model_with("sink_logits", "pos.base=null"), random_tokens(1, 10)
-    with torch.no_grad():
-        layer = Layer(model, tokens, None)
-        q, k, v = (t.transpose(0, 1)[None] for t in (layer.q, layer.k, layer.v))
-        module = SimpleNamespace(sinks=layer.parameters["content.logit"], num_key_value_groups=1, training=False)
-        mask = torch.full((10, 10), -math.inf, dtype=torch.float64).triu(1)[None, None]
-        theirs, _ = gpt_oss.eager_attention_forward(module, q, k, v, mask, scaling=0.25)
-        assert (attention_output(model, tokens, NO_CHANGE) - theirs[0].flatten(1)).abs().max() < 1e-7
 
 
 def test_ssmax_multiplies_queries_as_mistral_large_4():

@@ -22,7 +22,6 @@ from conf.registry import choices, yaml_values
 from data import corpus as corpora
 from data.corpus import Corpus
 from data.held_out import find_copies
-from engine import checkpoint
 from engine.run import Run
 from measure import curves, tasks
 from measure.curves import Curve, Row, losses_file, read_curve, select_shared
@@ -637,13 +636,3 @@ def test_damaged_curves_and_those_of_earlier_versions_are_one_clear_line(text, t
     file.unlink()
     file.mkdir()
     assert "broken.jsonl: not a curve" in helpers.line_of(read_curve, file)
-
-
-# ---- a run as one object ----
-
-
-def test_run_open_has_the_weights_of_the_checkpoint(runs):
-    run, state = Run.open("rope", runs="runs", cache=".cache"), checkpoint.load(Path("runs/rope"))
-    assert run.cfg == state["cfg"] and run.step == state["step"] == 60 and run.validation == state["validation"]
-    weights = run.model.state_dict()
-    assert all(torch.equal(weights.pop(name), value) for name, value in state["model"].items()) and not weights

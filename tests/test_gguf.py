@@ -39,9 +39,7 @@ def test_logits_equal_those_of_transformers_on_the_same_file(case, tmp_path):
         tokens = torch.randint(0, 256, (2, n), generator=torch.Generator().manual_seed(n))
         with torch.inference_mode():
             want = theirs(tokens).logits
-        difference = (ours(tokens) - want).abs().max().item()
-        print(f"{arch} {quantisation} n={n}: {difference:.1e} of {want.abs().max():.1f}")
-        assert difference < 5e-4  # what remains comes from the float32 angles of transformers
+        assert (ours(tokens) - want).abs().max() < 5e-4  # what remains comes from the float32 angles of transformers
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -203,6 +201,4 @@ def test_smollm2_has_the_logits_that_transformers_computes_from_the_same_file():
     ours = logits_of(*read_checkpoint(source, 600))
     with torch.inference_mode():
         want = theirs.double()(ids).logits
-    difference = (ours(ids) - want).abs().max().item()
-    print(f"SmolLM2: {difference:.1e} of {want.abs().max():.1f}")
-    assert difference < 1e-2 and (ours(ids).argmax(-1) == want.argmax(-1)).float().mean() > 0.999
+    assert (ours(ids) - want).abs().max() < 1e-2 and (ours(ids).argmax(-1) == want.argmax(-1)).float().mean() > 0.999

@@ -41,9 +41,6 @@ def test_sizes_are_as_documented():
     for name, (low, high) in sizes.items():
         model = gpt.build(train_settings(f"model={name}"), 2048)
         assert low <= model.n_parameters() <= high
-    with torch.device("meta"):
-        model = gpt.build(train_settings("model=gpt2", "pos=learned", "ctx=1024", "batch_tokens=8192"), 50304)
-    assert model.n_parameters() == pytest.approx(124e6, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conf.errors import UserError
-from hf.checkpoint import HARMLESS
 from hf.open import digest_of, open_checkpoint, read_checkpoint
 from tests import hf_models as reading
 from tests.hf_models import CASES, L, edit, our_logits, save_random, transformers
@@ -181,15 +180,6 @@ def test_sizes_that_are_absent_have_the_default_of_transformers(tmp_path):
     assert [x.window for x in reading.read(tmp_path, L)[0].layers.types.values()] == [4096]
     edit(tmp_path, num_key_value_heads=None)
     with pytest.raises(UserError, match=r"k_proj\.weight has shape \[96, 32\], config\.json asks for \[192, 32\]"):
-        reading.read(tmp_path, L)
-
-
-def test_notes_of_training_tools_are_ignored(tmp_path):
-    save_random("llama", {}, tmp_path)
-    edit(tmp_path, unsloth_version="2025.1", unsloth_fixed=True, **dict.fromkeys(HARMLESS[2:], 1))
-    reading.read(tmp_path, L)
-    edit(tmp_path, unslothed=True)
-    with pytest.raises(UserError, match=r"unslothed=True: not supported, and not ignored either"):
         reading.read(tmp_path, L)
 
 

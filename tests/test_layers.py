@@ -362,17 +362,3 @@ def test_a_change_of_one_kind_of_layer_makes_a_cache_stale():
 
     assert computed(of_kinds(500.0)) == computed(of_kinds(500.0))
     assert computed(of_kinds(501.0)) != computed(of_kinds(500.0)) != computed(NO_CHANGE)
-
-
-# ---- settings ----
-
-
-def test_windows_are_fractions_of_ctx_or_tokens_and_the_description_names_changes():
-    cfg = train_settings("layers=olmo3", "ctx=128", "layers.G.window=3")
-    assert (cfg.layers.types["L"].window, cfg.layers.types["G"].window) == (64, 3)
-    assert gpt.describe_encoding(cfg) == "pos=rope, layers=olmo3 (LLLG) L.window=64, L.scaled=False, G.window=3"
-    assert gpt.describe_encoding(train_settings("layers=gemma4", "ctx=128")) == (
-        "pos=rope, layers=gemma4 (LLLG) L.pos=rope, L.window=32, L.scaled=False, "
-        "G.pos=rope_proportional base=1000000.0 rotary_fraction=0.25"
-    )
-    assert gpt.describe_encoding(train_settings()) == "pos=rope" and train_settings().layers is None

@@ -7,13 +7,11 @@ import pytest
 import torch
 
 from model import masks
-from model.regions import Clipped
 from model.scaling import ContextChange, TrainedContext, resolve
 from model.scaling.dual_chunk import Chunks
 from model.scaling.lampe import Grained
 from model.scaling.self_extend import Grouped
 from model.scaling.string import Shifted
-from model.spectrum import frequencies
 from tests.helpers import attention_output, dense, model_of, random_tokens, rotated_scores, yaml_values
 
 T = 24
@@ -127,14 +125,3 @@ def test_lampe_maps_as_many_distances_as_the_authors_for_llama_3_and_never_more_
     # In their scripts, by their fit to Llama 3 8B; its upper limit is 6204, and 3/4 L = 6144
     assert mapped(8192, 32 * 1024) == pytest.approx(4501, rel=0.015)
     assert all(mapped(64, n) <= 48 for n in (65, 128, 10**6)) and mapped(64, 65) == 8 and mapped(64, 65, size=60) == 62
-
-
-def test_maps_are_equal_if_they_change_the_same():
-    run = TrainedContext("rope", 4, frequencies(8, 10000.0))
-    assert Clipped(5) == Clipped(5) != Clipped(5, 2.0)
-    assert ContextChange(position_map=Grouped(4, 2)).effect(9, run) == ContextChange(position_map=Grouped(4, 2)).effect(
-        9, run
-    )
-    assert ContextChange(position_map=Grouped(4, 2)).effect(4, run) == ContextChange().effect(4, run)
-    assert ContextChange(position_map=Chunks(4, 5)).effect(9, run) != ContextChange().effect(9, run)
-    assert ContextChange(window=5, position_map=Chunks(4, 5)).reach(100, 1, 2) == 100

@@ -22,7 +22,7 @@ BUDGETS = {
     "studies": 1736,
     "bench": 333,
     "product": 9165,
-    "tests": 8176,
+    "tests": 8072,
 }
 AIMS = BUDGETS | {
     **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100, "studies": 1500},

@@ -51,8 +51,7 @@ def test_scale_matched_base_of_llama_2_is_10000():
 def test_spectrum_study_draws_a_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["spectrum", "--ctx", "128", "--rotary-dim", "32", "--out", str(tmp_path / "s")])
     spectrum_study.main()
-    out = capsys.readouterr().out
-    assert "yarn: warning: scaling.beta_fast=32" in out and "(d - 2) / d): 35,332.9 tokens" in out
+    assert "yarn: warning: scaling.beta_fast=32" in capsys.readouterr().out
     assert {f.suffix for f in tmp_path.iterdir()} == {".png", ".svg", ".pdf"}
     monkeypatch.setattr(sys, "argv", ["spectrum", "--ctx", "1"])
     with pytest.raises(UserError, match="--ctx must be at least 2"):
@@ -91,10 +90,3 @@ def test_sinusoidal_embeddings_have_the_products_of_all_ones_under_rope():
         embedded = encoding.embed(torch.zeros(1, 300, 64, dtype=torch.float64), t)[0] / encoding.scale
     score = decay.score(spectrum.frequencies(64, 10000.0), 300)
     assert embedded @ embedded.T == pytest.approx(32 * score[(t - t[:, None]).abs()], abs=1e-4)
-
-
-def test_decay_study_draws_a_picture(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["decay", "--out", str(tmp_path / "d")])
-    monkeypatch.setattr(decay, "POSITIONS", 300)
-    decay.main()
-    assert (tmp_path / "d.png").exists()
