@@ -192,13 +192,3 @@ def test_window_with_sinks_keeps_the_first_keys_at_distance_L(block, monkeypatch
     want = dense(model, x, lambda q, k: rotated(q, k).masked_fill(~seen, -math.inf))
     assert (attention_output(model, x, change) - want).abs().max() < 1e-5
     assert (seen & (j <= i)).sum(dim=1).max() == 8  # as many keys as the window control
-
-
-def test_logn_multiplies_queries_past_L():
-    model, x = model_of("rope"), random_tokens(1, 24)
-    change = resolve({"kind": "logn"}, TrainedContext("rope", 8, model.pos.inv_freq), 24, 24)
-    factor = torch.tensor([max(1, math.log(m + 1) / math.log(8)) for m in range(24)], dtype=torch.float64)
-    r = (torch.arange(24)[:, None] - torch.arange(24)).double()
-    rotated = rotated_scores(model.pos.inv_freq, r)
-    want = dense(model, x, lambda q, k: rotated(q, k) * factor[:, None])
-    assert (attention_output(model, x, change) - want).abs().max() < 1e-5

@@ -180,19 +180,6 @@ def test_names_do_not_overlap_in_any_figure(all_figures):
             assert not overlaps(found[name], ax.get_window_extent()), (figure, name.get_text(), "on a panel")
 
 
-def test_names_move_as_little_as_possible():
-    fig, ax = plt.subplots()
-    ax.set(xlim=(0, 1), ylim=(0, 1))
-    ys = {"alone": 0.9, "upper": 0.5, "middle": 0.5, "lower": 0.5}
-    for name, y in ys.items():
-        ax.plot([1.0], [y], color="#000000", label=name)
-    plots.end_labels(ax)
-    heights = {a.get_text(): a.xyann[1] for a in names_at_line_ends(fig)}
-    assert heights.pop("alone") == pytest.approx(0.9)
-    assert np.mean(list(heights.values())) == pytest.approx(0.5)  # the group stays centred on its lines
-    assert np.ptp(list(heights.values())) < 0.15
-
-
 # ---- seeds, axes, references ----
 
 

@@ -172,8 +172,6 @@ BIASES, YARN = "model.qkv_bias=true model.out_bias=true model.mlp_bias=true", "s
 EXPORTED = {
     f"model.norm=layer model.mlp=gelu {BIASES} layers=window_only layers.L.scaled=true {YARN}": "starcoder2",
     "model.norm=layer model.mlp=gelu_exact model.tied_head=false": "starcoder2",
-    "model=nano": "arcee",
-    "pos=rope_interleaved": "arcee",
     f"model.mlp=gelu_exact {BIASES} pos=rope_interleaved": "arcee",
     "model.out_bias=true": "arcee",
     "model=llama model.n_kv_heads=1": "llama",
@@ -188,7 +186,6 @@ EXPORTED = {
     "model=llama pos=rope_proportional": "llama",
     "model=gemma3": "gemma3_text",
     "model=gemma3 layers=gemma4": "gemma3_text",
-    "model=gemma3 layers=gemma3": "gemma3_text",
     "model=gemma3 layers=gemma3 scaling=ntk model.tied_head=false model.qk_norm_weight=false": "gemma3_text",
     "model=llama model.n_layers=4 layers=smollm3": "smollm3",
     "model=llama pos=none model.n_layers=4": "smollm3",
@@ -199,7 +196,6 @@ EXPORTED = {
     f"model=cohere2 layers=swan layers.L.scaled=true {YARN} model.qkv_bias=true model.tied_head=false": "cohere2",
     "scaling=pi": "arcee",
     "scaling=ntk": "arcee",
-    YARN: "arcee",
     "scaling=llama3": "arcee",
     "scaling=ntk_by_parts scaling.beta=5": "arcee",
 }

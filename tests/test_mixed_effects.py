@@ -25,24 +25,6 @@ def crossed(seed: float, document: float, interaction: float, shape: tuple[int, 
 # ---- the analysis of variance ----
 
 
-def test_mean_squares_by_explicit_sums():
-    delta = crossed(1, 2, 3, (3, 5))
-    S, D = delta.shape
-    mean = sum(map(sum, delta)) / (S * D)
-    of_seed = [sum(delta[s]) / D for s in range(S)]
-    of_document = [sum(delta[s][d] for s in range(S)) / S for d in range(D)]
-    rest = [delta[s][d] - of_seed[s] - of_document[d] + mean for s in range(S) for d in range(D)]
-    want = (
-        D * sum((x - mean) ** 2 for x in of_seed) / (S - 1),
-        S * sum((x - mean) ** 2 for x in of_document) / (D - 1),
-        sum(x**2 for x in rest) / ((S - 1) * (D - 1)),
-    )
-    assert mixed_effects.mean_squares(delta) == pytest.approx(want)
-    # the three sums of squares make up the total
-    total = sum((x - mean) ** 2 for x in delta.flat)
-    assert want[0] * (S - 1) + want[1] * (D - 1) + want[2] * (S - 1) * (D - 1) == pytest.approx(total)
-
-
 def test_variance_components_maximise_the_restricted_likelihood():
     """In a balanced design, REML and the analysis of variance agree where no component is 0."""
     delta = crossed(1.0, 2.0, 0.5, (4, 12), np.random.default_rng(1))
