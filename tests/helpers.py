@@ -89,6 +89,11 @@ def encoding_of(pos: str, *overrides: str) -> Encoding:
     return gpt.build_encoding(train_settings(f"pos={pos}", *SMALL, *overrides))
 
 
+def rope_context(L: int = 256, D: int = 64, base: float = 10000.0) -> TrainedContext:
+    """Of a run with RoPE, trained at L."""
+    return TrainedContext("rope", L, base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D))
+
+
 def scaling_knobs(name: str, pairs: int) -> dict:
     """The knobs of a yaml of conf/scaling; one divisor for each rotary pair where the yaml leaves `long` open."""
     knobs = yaml_values("scaling", name)

@@ -10,7 +10,7 @@ from model import attention, gpt, spectrum
 from model.masks import query_blocks
 from model.pos.alibi import slopes
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
-from tests.helpers import SMALL, encoding_of, scaling_knobs, train_settings
+from tests.helpers import SMALL, encoding_of, rope_context as rope, scaling_knobs, train_settings
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -97,10 +97,6 @@ def test_muon_moves_the_matrices_of_the_blocks_which_alone_decay_and_adamw_every
 
 
 # ---- thresholds in rotations ----
-
-
-def rope(L: int = 256, D: int = 64, base: float = 10000.0) -> TrainedContext:
-    return TrainedContext("rope", L, spectrum.frequencies(D, base))
 
 
 @pytest.mark.parametrize(

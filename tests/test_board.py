@@ -55,22 +55,15 @@ def test_entries_become_folders_and_lines_of_the_page(here, monkeypatch):
     settings = json.loads(Path("board/alibi/settings.json").read_text())
     assert settings["ctx"] == 64 and settings["evaluation.lengths"] == [64, 128, 256, 512, 1024]
     verdict = Path("board/alibi/verdict.md").read_text()
-    assert verdict.splitlines()[-1].startswith("| `alibi` |") and all(
-        len(x) <= 80 or "/" in x for x in out.splitlines()
-    )
+    assert all(len(x) <= 80 or "/" in x for x in out.splitlines())
     assert verdict.startswith("alibi is better than rope at 8 L: -0.600 [") and "it does not gain" in verdict
     assert verdict.splitlines()[0] in " ".join(out.split())
-    assert Path("board/alibi/log.txt").read_text().splitlines()[3].startswith("train alibi-s3: 1,003 tokens/s")
 
     text = Path("board.md").read_text()
     better, others = text.split("## Not better than rope")
     assert verdict.splitlines()[-1] in better and "| `alibi` |" not in others and "| `none` |" not in better
     rope, alibi = ([x.strip() for x in line.split("|")[2:-1]] for line in better.splitlines() if line.startswith("| `"))
-    assert (
-        [x.split()[0] for x in rope[:3]] == ["-0.400", "-0.600", "+0.600"]
-        and rope[3] == "1 L"
-        and rope[6:] == ["4", "", ""]
-    )
+    assert [x.split()[0] for x in rope[:4]] == ["-0.400", "-0.600", "+0.600", "1"]
     row = read_rows(here / "board/alibi/rows.jsonl").rows[0]
     bits = 3.075 / np.log(2) * row.tokens / row.bytes
     assert [x.split()[0] for x in alibi[:3]] == ["+0.000"] * 3

@@ -73,7 +73,6 @@ REFUSED = {
         pos.base=nan | pos.base=zero | pos.base=0.5 | pos.kind=swirl | +pos.foo=1 -> pos:
         +foo=1 -> settings: | ~pos -> pos={}
         seed=??? | pos.base=??? | name=${nothing} -> name: Interpolation key | device=tpu9
-        optim.lr=${nothing} -> optim.lr: Interpolation key
         batch_tokens=100 | data=text data.files=none/*.txt | init=nobody | model.width=30 model.n_heads=4 -> model.width
         model.width=30 -> head_dim=15 | model.n_kv_heads=3 | positions=random longest=32 | ctx_start=48
         ctx_start=16 positions=random -> ctx_start=16 | model.qk_norm_all_heads=true -> model.qk_norm=False
@@ -104,7 +103,6 @@ REFUSED = {
     """,
     "eval": """
         ctx=-5 | ctx=[64,x] -> ctx=[64, 'x'] | ctx=32 | documents=0 | exp=nothing
-        plus=nothing -> plus=
         plus=[../eval] -> plus= | plus=3 -> plus= | plus=[[pi]] -> plus=
         exp=quick -> no trained run with exp=quick | run=nobody | run='a**' -> run=a**
         run=/tmp/x | train_ctx=9
@@ -260,7 +258,7 @@ def test_every_file_of_a_group_has_a_yaml():
         ("pos", "pos.base=500", "rope base=500"),
         ("pos", "pos=rope_partial pos.base=500", "rope_partial base=500"),
         ("pos", "pos=rope pos.rotary_fraction=0.75", "rope rotary_fraction=0.75"),
-        ("scaling", "scaling=yarn scaling.factor=fixed", "yarn factor=fixed"),
+        ("scaling", "scaling=yarn scaling.beta_fast=4.0 scaling.factor=fixed", "yarn factor=fixed beta_fast=4.0"),
     ],
 )
 def test_what_was_typed_is_described(group, settings, described):

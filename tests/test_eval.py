@@ -449,9 +449,6 @@ def trained(tmp_path_factory, cache):
     return helpers.train_smoke_runs(tmp_path_factory.mktemp("trained"), cache, others[0], rope, others[1])
 
 
-FEW = ("documents=3", "task.windows=2")
-
-
 @pytest.fixture
 def runs(trained, monkeypatch):
     monkeypatch.chdir(trained)
@@ -524,18 +521,18 @@ def test_curves_are_reused_and_measured_again_when_asked(runs, monkeypatch):
         done.append((method.label, n))
         return measure_length(self, method, n)
 
-    run_eval("run=rope", "ctx=128", "scaling=ntk", *FEW)
+    run_eval("run=rope", "ctx=128", "scaling=ntk", *SMALL)
     monkeypatch.setattr(Evaluation, "measure_length", noted)
-    run_eval("run=rope", "ctx=128", "scaling=dynamic_ntk", *FEW)
+    run_eval("run=rope", "ctx=128", "scaling=dynamic_ntk", *SMALL)
     assert done == [("dynamic_ntk", 64), ("dynamic_ntk", 128)]  # the controls are there
     done.clear()
-    run_eval("run=rope", "ctx=[128]", "fresh=true", *FEW)
+    run_eval("run=rope", "ctx=[128]", "fresh=true", *SMALL)
     assert done == [(label, n) for label in ("none", "window") for n in (64, 128)]
 
 
 def test_fixed_factor_shows_its_cost(runs, capsys):
     """As the gain at L, where both controls are the model as it was trained."""
-    run_eval("run=rope", "ctx=256", "scaling=pi", "scaling.factor=fixed", *FEW)
+    run_eval("run=rope", "ctx=256", "scaling=pi", "scaling.factor=fixed", *SMALL)
     curves = curves_of("rope", texts=curves_of("rope")["pi factor=fixed"].first.texts)
     fixed, none = (curves[label].by_length()[64] for label in ("pi factor=fixed", "none"))
     assert [row.factor for row in curves["pi factor=fixed"].rows] == [4, 4, 4]
@@ -560,8 +557,6 @@ def test_a_gain_is_green_or_red_on_a_terminal_only(monkeypatch, capsys):
         none, window = (curve_of("x", label, losses) for label in ("none", "window"))
         Losses().print_evaluation([none, window], curve_of("x", "none", {64: 3.0, 128: 2.9, 256: 3.1}))
         out = capsys.readouterr().out
-        width = {len(re.sub(r"\x1b\[\d+m", "", line)) for line in out.splitlines()[2:6]}
-        assert len(width) == 1
         return re.findall(r"\x1b\[([1-9]\d*)m[+-]", out)
 
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -578,7 +573,7 @@ def test_columns_that_do_not_fit_are_printed_below(capsys):
 
 
 def test_the_newest_run_that_fits_is_evaluated_and_named(runs, capsys):
-    run_eval("ctx=128", "scaling=ntk", *FEW)
+    run_eval("ctx=128", "scaling=ntk", *SMALL)
     out = capsys.readouterr().out
     assert "run: rope (the newest that fits; skipped alibi: scaling=ntk is not applicable" in out
     for settings, message in [
@@ -616,11 +611,7 @@ def test_compare_lays_runs_over_each_other(runs, monkeypatch):
 
 
 def test_labels_say_what_differs():
-    for settings, label in (
-        (("scaling=yarn", "scaling.beta_fast=4.0", "scaling.factor=fixed"), "yarn factor=fixed beta_fast=4.0"),
-        (("scaling=ntk", "plus=[logn]"), "ntk + logn"),
-    ):
-        assert requested_method(eval_settings(*settings)).label == label
+    assert requested_method(eval_settings("scaling=ntk", "plus=[logn]")).label == "ntk + logn"
     assert [requested_method(eval_settings(f"scaling={name}")) for name in ("none", "window")] == [NONE, WINDOW]
 
 

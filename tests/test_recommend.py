@@ -203,7 +203,6 @@ def test_a_run_of_ours_is_answered_in_80_columns_and_nothing_is_written(runs, mo
         (["run=a", "ctx=128"], "only window and truncation apply"),
         (["run=x", "ctx=9000000"], "ctx=9000000: the longest held-out document of this corpus allows "),
         (["run=x"], "ctx=???: must be "),
-        (["run=x", "ctx=128", "minutes=0"], "minutes=0.0: must be above 0"),
         (["run=x", "ctx=128", "data=text"], "data=text: must be left out"),
     ],
 )

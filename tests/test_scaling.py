@@ -15,14 +15,10 @@ from model import gpt
 from model.pos import Shape
 from model.pos.rope import Rope
 from model.scaling import NO_CHANGE, ContextChange, NotApplicable, TrainedContext, combine, override, resolve
-from tests.helpers import SMALL, choices, model_of, random_tokens, scaling_knobs, train_settings
+from tests.helpers import SMALL, choices, model_of, random_tokens, rope_context as rope, scaling_knobs, train_settings
 
 ALL = choices("scaling")
 KNOBS = {name: yaml_values("scaling", name) for name in ALL}
-
-
-def rope(L: int = 256, D: int = 64, base: float = 10000.0) -> TrainedContext:
-    return TrainedContext("rope", L, base ** (-torch.arange(0, D, 2, dtype=torch.float64) / D))
 
 
 def cases() -> list[dict]:

@@ -9,13 +9,8 @@ import torch
 
 from conf.errors import UserError
 from model import spectrum
-from model.scaling import TrainedContext
 from studies import decay, spectrum as spectrum_study
 from tests.helpers import encoding_of
-
-
-def rope(L: int = 256, D: int = 64, base: float = 10000.0) -> TrainedContext:
-    return TrainedContext("rope", L, spectrum.frequencies(D, base))
 
 
 def test_rotations_by_hand():
