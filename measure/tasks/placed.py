@@ -46,7 +46,7 @@ class PlacedAnswer(Task):
         self.pieces = functools.cache(self.pieces)  # they are made only once
 
     def identity(self) -> str:
-        return f"{super().identity()} {self.corpus.key} {[d.name for d in self.documents]}"
+        return f"{super().identity()} {self.nearest} {self.corpus.key} {[d.name for d in self.documents]}"
 
     def example(self, n: int, distance: int, rng: random.Random) -> list[int]:
         """n + 1 tokens that end in the answer, which occurs `distance` tokens before."""
