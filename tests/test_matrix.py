@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from model.scaling import NO_CHANGE, resolve
 from studies import matrix, plan, tables
 from studies.jobs import gather
 from studies.plan import Job
-from studies.rows import RESULTS, read_rows
+from studies.rows import RESULTS, StudyRow, read_rows
 from tests.helpers import ROOT, choices, command, run_eval, run_train, train_settings
 
 pytestmark = pytest.mark.process
@@ -232,7 +232,7 @@ def test_the_pages_quote_intervals_of_generated_pages_and_of_the_log():
     def text(*pages: Path) -> str:  # without its broken lines
         return " ".join(" ".join(page.read_text() for page in pages).split())
 
-    pages = ("matrix", "claims", "quick", "antecedents", "real", "encodings", "recommend", "numbers", "log")
+    pages = ("matrix", "claims", "quick", "real", "encodings", "recommend", "numbers", "log")
     made = text(*(RESULTS / f"{x}.md" for x in pages), ROOT / "docs/board.md")
     docs = text(*sorted((ROOT / "docs").glob("*.md")))
     intervals = re.findall(r"[+-]\d\.\d{3} \[[+-]\d\.\d{3}, [+-]\d\.\d{3}\]", docs)
@@ -244,6 +244,12 @@ def test_the_committed_rows_say_where_they_come_from(name):
     for row in read_rows(RESULTS / f"{name}.jsonl").rows:
         assert re.fullmatch(r"[0-9a-f]{7,}", row.commit) and row.command.startswith("python train.py ")
         assert len(row.nll) == 32 * len(row.scored_windows)
+
+
+def test_the_page_of_the_rows_explains_every_field():
+    page = (RESULTS / "rows.md").read_text().split("## Fields")[1]
+    explained = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)))
+    assert sorted(explained) == sorted(field.name for field in fields(StudyRow))
 
 
 @pytest.mark.parametrize("content", ["", "[1]\n", "3\n", '{"n": 1}\n', "{", "\x00\n"])
