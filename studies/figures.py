@@ -31,7 +31,7 @@ from studies.spectrum import base_bound, scale_matched_base
 HEAD_DIM = 64  # of every size of the study
 FEWEST_FOR_A_BAND = 3  # seeds: the range of two of them says little
 ENCODINGS = ("rope", "alibi", "xpos", "none", "learned", "t5_bias", "fire")  # of the figure `encodings`
-METHODS = ("none", "pi", "ntk", "ntk_by_parts", "yarn", "rerope")  # of the figure `scaling`
+METHODS = ("none", "pi", "ntk", "ntk_by_parts", "yarn", "rerope", "rerope + logn")  # of the figure `scaling`
 NEWER = ("fox", "ssmax", "kerple", "fire", "cope")
 SCHEDULES = ("gemma3", "sssl", "smollm3", "swan")
 FORMATS = (".png", ".svg", ".pdf")
@@ -132,7 +132,8 @@ def encodings(rows: Rows) -> Any:
 
 def scaling(rows: Rows) -> Any:
     """rope with the scaling methods of METHODS, and its window control."""
-    styles = {m: {"color": color_of("methods", m), "linestyle": "-"} for m in METHODS} | {"window": CONTROL}
+    styles = {m: {"color": color_of("methods", m), "linestyle": DASHED if "+" in m else "-"} for m in METHODS}
+    styles["window"] = CONTROL
     lines = [over_lengths(rows, "rope", m, NAMES.get(m, m), style) for m, style in styles.items()]
     title = "Extrapolation of RoPE past the trained context, by scaling method"
     return over_context(rows, {f"{title}\n{describe_seeds(rows, ['rope'])}": lines}, width=9, space=34)

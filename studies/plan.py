@@ -3,6 +3,7 @@
     rope        rope with every method, and fine-tuned to 2, 4 and 8 L
     encodings   every encoding, layer schedule and gate, drawn positions, bases of rope, a trained rope that was changed
     books       rope on another kind of text
+    ladder      rope at several sizes on a larger corpus, with the same tokens
     tasks       runs that learned to recall, evaluated by the share of right answers
     real        SmolLM2-135M, which is not trained here, on code and on books; and how well it copies
 
@@ -24,17 +25,26 @@ from model.spectrum import frequencies, rotations
 NEAR, BETWEEN, FAR = (0.5, 1, 2, 4, 8), (1.125, 1.25, 1.5, 1.75), (16, 32)  # evaluated lengths, in trained contexts L
 FACTOR = 8.0  # of the methods whose loss within L is measured with one factor for all lengths
 METHODS, WITH_LOGN = ("pi", "ntk", "yarn", "rerope"), ("rerope",)  # on all seeds of rope
-FURTHER = ("ntk_by_parts", "ntk_mixed", "llama3", "yarn_paper", "logn", "string", "lampe")
-FURTHER_WITH_LOGN = ("yarn", "rerope_leaky")
-FURTHER_SEEDS = 4  # the last ones
+FURTHER = ("ntk_by_parts", "ntk_mixed", "llama3", "yarn_paper", "logn")
+FURTHER_WITH_LOGN = ("rerope_leaky",)
+FURTHER_SEEDS = 2  # the last ones
 PLANNED = {2: 0.011, 4: 0.02, 8: 0.03}  # at so many L: half of the interval of a gain, nats per token
 # Fine-tuned to so many L -> with these methods, evaluated at so many L
 EXTENSIONS = {2: ("none", "yarn"), 4: ("none", "pi", "ntk", "yarn"), 8: ("none", "yarn")}
 EXTENDED_LENGTHS = {2: (2,), 4: (4, 5, 8), 8: (8,)}
 BASES = (100, 500, 1_000_000)  # besides the default of 10000
-SEEDS = {"rope": 8, "finetune": 6, "base": 4, "encodings": 4, "books": 4, "tasks": 3, "real": 1}  # of each part
+SEEDS = {
+    "rope": 8,
+    "finetune": 6,
+    "base": 4,
+    "encodings": 4,
+    "books": 4,
+    "ladder": 4,
+    "tasks": 3,
+    "real": 1,
+}  # of each part
 
-FEWER_WINDOWS = ("encodings", "base")  # a quarter of the others'
+FEWER_WINDOWS = ("encodings", "base", "ladder")  # a quarter of the others'
 # Methods -> the runs that are evaluated with them, besides none and the window control
 EVALUATED_WITH = {
     ("yarn",): (
@@ -50,6 +60,11 @@ OTHERS: dict[str, tuple[str, ...]] = {f"gate_{kind}": (f"model.attention_gate={k
 OTHERS |= {"random_float": ("positions=random_float", "longest={L}")}  # then positions are within L, as in its paper
 OTHERS |= {"linear_attention": ("pos=rope", "attention=linear")}
 LARGER_BASE = 500_000  # of ABF, as Xiong et al. have it
+LADDER: dict[str, tuple[str, ...]] = {  # parameters -> the model; all heads have 64 dimensions, so the same frequencies
+    "0.7M": ("model.n_layers=2", "model.n_heads=2", "model.width=128"),
+    "3.7M": (),
+    "11M": ("model=tiny",),
+}
 TASKS = ("recall", "mqar")
 OF_TASKS = ("rope", "alibi", "kerple", "fox", "gemma3", "swan")
 SOLVED = 0.8  # the accuracy of the effective context
@@ -202,6 +217,14 @@ def book_jobs(size: Size, seed: int) -> Iterator[Job]:
     yield from_scratch(size, "books", "books-rope", seed, *methods, settings=("pos=rope", "data=books"))
 
 
+def ladder_jobs(size: Size, seed: int) -> Iterator[Job]:
+    near = size.lengths(*NEAR)
+    methods = Evaluation(near, ("pi", "ntk", "yarn")), Evaluation(near, ("rerope",), ("plus=logn",))
+    for name, model in LADDER.items():
+        settings = ("pos=rope", "data=python", *model)
+        yield from_scratch(size, "ladder", f"ladder-{name}", seed, *methods, settings=settings)
+
+
 def task_jobs(size: Size, seed: int) -> Iterator[Job]:
     lengths = tuple(n for n in size.lengths(1, 2, 4, 8) if n >= SHORTEST_TEXT)
     for task, name in itertools.product(TASKS, OF_TASKS):
@@ -227,7 +250,8 @@ def real_jobs(size: Size, seed: int) -> Iterator[Job]:
     yield job("copying-smollm2", (round(COPIED_AT * REAL_CTX),), *scored, task="copying")
 
 
-PLANS = {"rope": rope_jobs, "encodings": encoding_jobs, "books": book_jobs, "tasks": task_jobs, "real": real_jobs}
+PLANS = {"rope": rope_jobs, "encodings": encoding_jobs, "books": book_jobs}
+PLANS |= {"ladder": ladder_jobs, "tasks": task_jobs, "real": real_jobs}
 
 
 def planned_jobs(plan: str, size: Size, seeds: tuple[int, ...] | None = None) -> list[Job]:

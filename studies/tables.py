@@ -1,5 +1,5 @@
-"""The rows of the study as Markdown tables: python -m studies.tables writes matrix.md, encodings.md, tasks.md and
-real.md into results/.
+"""The rows of the study as Markdown tables: python -m studies.tables writes matrix.md, encodings.md, ladder.md,
+tasks.md and real.md into results/.
 
 A cell is a perplexity, as the mean over seeds with the lowest and highest seed in brackets, or a gain over the bar in
 nats per token with its 95 % interval and its q value.
@@ -15,7 +15,7 @@ from measure.groups import FEWEST
 from measure.intervals import Estimate, estimate, half_width, interval_text, mean_interval, ratio_interval
 from measure.report import describe_context, effective_context
 from studies.claims import q_text, with_q
-from studies.plan import EXTENSIONS, FACTOR, PLANNED, REAL_DOCUMENTS, REAL_TOKENS, SOLVED, TASKS
+from studies.plan import EXTENSIONS, FACTOR, LADDER, PLANNED, REAL_DOCUMENTS, REAL_TOKENS, SOLVED, TASKS
 from studies.rows import BAR, RESULTS, Rows, Seeds, compare, difference, fill, header, line, publish, read_rows
 
 MISSING = ["No rows yet."]
@@ -121,14 +121,15 @@ def chance(losses: np.ndarray, trainings: int) -> float:
     return float(half_width(2 * losses.var(ddof=1) / trainings, len(losses) - 1))
 
 
-def noise_section(rows: Rows) -> list[str]:
-    """By how much trainings of rope differ that differ only in the seed."""
-    lines = []
-    for n in rows.lengths("rope"):
-        losses = rows.losses("rope", "none", n)
+def noise_section(rows: Rows, *runs: str) -> list[str]:
+    """By how much trainings of a run differ that differ only in the seed."""
+    columns = "standard deviation", "largest difference", "one against one", f"{FEWEST} against {FEWEST}"
+    lines = header(["run", "n", "trainings", *columns])
+    for run, n in sorted((run, n) for run, label, n in rows.by_condition if label == "none" and run in runs):
+        losses = rows.losses(run, "none", n)
         if len(losses) > 1:
             found = losses.std(ddof=1), np.ptp(losses), chance(losses, 1), chance(losses, FEWEST)
-            lines.append(line([str(n), str(len(losses)), *(f"{nats:.3f}" for nats in found)]))
+            lines.append(line([f"`{run}`", str(n), str(len(losses)), *(f"{nats:.3f}" for nats in found)]))
     return lines
 
 
@@ -166,6 +167,23 @@ def parts_section(rows: Rows, run: str = "rope") -> list[str]:
                 lines.append(line([f"{multiple} L", f"`{label}`", *(text(estimate(part)) for part in parts), percent]))
     names = ["n", "method", "tax: no antecedent, or < 64 tokens back", "reward: >= 64 tokens back"]
     return [*header([*names, "gain, % of the headroom"]), *lines] if lines else []
+
+
+def antecedents_section(rows: Rows, run: str = "rope") -> list[str]:
+    """The gain per target of two methods, by the antecedent of the targets, at 2, 4 and 8 L."""
+    L = rows.trained_ctx
+    columns = [(label, multiple * L) for label in ("yarn", "rerope + logn") for multiple in (2, 4, 8)]
+    names, cells = [f"`{label}`, {n // L} L" for label, n in columns], {}
+    for label, n in columns:
+        bars, found = rows.find(run, BAR, n), rows.find(run, label, n)
+        pairs = [(bars[s].groups, found[s].groups) for s in sorted(bars.keys() & found.keys())]
+        for group in pairs[0][1]:
+            counts = np.array([method[group][1] for _, method in pairs])  # [seeds, documents]
+            nats = np.array([np.subtract(bar[group][0], method[group][0]) for bar, method in pairs])
+            of_all = sum(np.sum(targets) for _, targets in pairs[0][1].values())
+            cells.setdefault(group, [f"{100 * counts[0].sum() / of_all:.1f} %"])
+            cells[group].append(interval_text(*ratio_interval(nats, counts)))
+    return [*header(["antecedent", "targets", *names]), *(line([group, *x]) for group, x in cells.items())]
 
 
 def deployed_section(rows: Rows) -> list[str]:
@@ -233,6 +251,16 @@ def rises_section(rows: Rows) -> list[str]:
     return gain_table(columns, {name: cells[name] for name in sorted(cells, key=order)})
 
 
+def ladder_section(rows: Rows) -> list[str]:
+    """The gain of every method at every size, and of PI over no scaling."""
+    ns, cells = [multiple * rows.trained_ctx for multiple in (2, 4, 8)], {}
+    for run in map("ladder-{}".format, LADDER):
+        cells |= {f"`{run}`, `{m}`": [gain(rows, run, m, n) for n in ns] for m in methods_of(rows, run)}
+        found = [compare(rows.find(run, "none", n), rows.find(run, "pi", n)) for n in ns]
+        cells[f"`{run}`, `none` - `pi`"] = [x or "" for x in found]
+    return gain_table([f"{n // rows.trained_ctx} L" for n in ns], cells)
+
+
 def task_section(rows: Rows, task: str) -> list[str]:
     """Of every run that learned a task and each method: right answer tokens, whole answers, effective context."""
     conditions = dict.fromkeys((run, label) for run, label, _ in rows.by_condition if run.startswith(f"{task}-"))
@@ -293,10 +321,11 @@ def rope_report() -> str:
     return fill(
         "matrix.md",
         **about,
-        noise=noise_section(rows),
+        noise=noise_section(rows, "rope"),
         methods=methods_section(rows),
         gains=gains_section(rows),
         parts=parts_section(rows) or MISSING,
+        antecedents=antecedents_section(rows),
         deployed=deployed_section(rows) or MISSING,
         finetune=finetune_section(rows) or MISSING,
         books=tables_of("books", "books-rope"),
@@ -324,6 +353,16 @@ def encodings_report() -> str:
         bases=base_section(rows) or MISSING,
         cost=cost_section(rows),
     )
+
+
+def ladder_report() -> str:
+    """The text of results/ladder.md."""
+    rows = rows_if_any("ladder")
+    if not rows:
+        return fill("ladder.md", sizes=MISSING, noise=MISSING, gains=MISSING, cost=MISSING)
+    runs = [f"ladder-{name}" for name in LADDER]
+    tables = {"sizes": by_length(rows, {run: f"`{run}`" for run in runs}), "noise": noise_section(rows, *runs)}
+    return fill("ladder.md", **tables, gains=ladder_section(rows), cost=cost_section(rows))
 
 
 def tasks_report() -> str:
@@ -354,6 +393,7 @@ def rows_if_any(plan: str) -> Rows | None:
 
 
 REPORTS = {"matrix.md": rope_report, "encodings.md": encodings_report, "tasks.md": tasks_report, "real.md": real_report}
+REPORTS |= {"ladder.md": ladder_report}
 
 
 @user_errors

@@ -133,9 +133,9 @@ ROWS = {
     "gain of rerope + logn at 8 L": (("rope", "window", 2048), ("rope", "rerope + logn", 2048)),
     "gain of ntk at 2 L": (("rope", "window", 512), ("rope", "ntk", 512)),
     "rope at 2 L - at L": (("rope", "none", 512), ("rope", "none", 256)),
-    "ntk - by parts at 4 L": (("rope", "ntk", 1024), ("rope", "ntk_by_parts", 1024)),
+    "ntk - yarn at 4 L": (("rope", "ntk", 1024), ("rope", "yarn", 1024)),
     "pi - none at 4 L": (("rope", "pi", 1024), ("rope", "none", 1024)),
-    "logn - none at 8 L": (("rope", "logn", 2048), ("rope", "none", 2048)),
+    "rerope - rerope + logn at 8 L": (("rope", "rerope", 2048), ("rope", "rerope + logn", 2048)),
 }
 
 

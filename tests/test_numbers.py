@@ -25,7 +25,7 @@ def by_hand(monkeypatch):
 
 def updated(text: str) -> tuple[str, list[str]]:
     """(the text without comments, what is wrong)."""
-    found, _, wrong = numbers.update("page", f"# Title\n{text}")
+    found, _, wrong = numbers.update("README.md", f"# Title\n{text}")
     return numbers.re.sub("<!--.*?-->", "", found).removeprefix("# Title\n"), wrong
 
 
