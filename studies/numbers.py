@@ -76,8 +76,8 @@ MEASURES: dict[str, Callable[..., Value]] = {
     "sd": lambda rows, *at: over_seeds([rows.losses(*at).std(ddof=1)]),
     "chance": lambda rows, *at: over_seeds([tables.chance(rows.losses(*at), 1)]),  # one training against one
     "gain": lambda rows, *at: interval(rows.gain(*at)),
-    "tax": lambda rows, *at: interval(tables.part_of_gain(rows, *at, near=True)),
-    "reward": lambda rows, *at: interval(tables.part_of_gain(rows, *at, near=False)),
+    "tax": lambda rows, *at: interval(tables.part_of_gain(rows, *at, reward=False)),
+    "reward": lambda rows, *at: interval(tables.part_of_gain(rows, *at, reward=True)),
     "headroom": lambda rows, _, __, n: interval(tables.headroom(rows, n)),
     "share": lambda rows, _, label, n: tables.share_of_headroom(rows, label, n) or interval(np.array([])),
 }

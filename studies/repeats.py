@@ -1,14 +1,14 @@
 """What a corpus repays of a method, predicted from its repeats alone: python -m studies.repeats
 
-A method past L loses a little on targets that need nothing from far back, and gains on those that can be copied from
-there (tax and reward, results/matrix.md). If that is all it does, its gain on another corpus follows from the shares of
+A method past L gains on targets that can be copied from between L and n back, and loses on others (reward and tax,
+results/matrix.md). If that is all it does, its gain on another corpus follows from the shares of
 these targets there:
 
     predicted gain = sum over the categories of (share in the other corpus) * (gain per target, of rope on sympy)
 
-The categories are CATEGORIES: the distance to the antecedent of a target (measure/breakdowns.py), in multiples of L and
-n, since the small model has L = 256 and the real one 8192. Nothing is evaluated: the shares need the text only. Writes
-results/repeats.md, with the measured gains beside the predictions where there are rows.
+The categories are those of studies/tables.py: the distance to the antecedent of a target (measure/breakdowns.py), in
+multiples of L and n, since the small model has L = 256 and the real one 8192. Nothing is evaluated: the shares need the
+text only. Writes results/repeats.md, with the measured gains beside the predictions where there are rows.
 """
 
 import argparse
@@ -29,18 +29,9 @@ from measure.breakdowns import antecedent_groups
 from measure.tasks.matched import Matched
 from studies.plan import REAL, REAL_CTX, REAL_DOCUMENTS, REAL_TOKENS, load_size
 from studies.rows import BAR, RESULTS, Rows, fill, header, line, read_rows
-from studies.tables import gain, rows_if_any, text
+from studies.tables import CATEGORIES, category, gain, rows_if_any, text
 
-CATEGORIES = ("none", "< L / 4", "< L", "< n", ">= n")
 METHODS = ("yarn", "rerope + logn", "ntk", "pi")
-
-
-def category(group: str, L: int, n: int) -> str:
-    """Of a group of measure/breakdowns.py, such as `< 64`, in an evaluation at length n."""
-    sign, _, edge = group.partition(" ")
-    if sign in ("none", ">="):
-        return ">= n" if edge else "none"
-    return next((name for name, end in (("< L / 4", L / 4), ("< L", L), ("< n", n)) if int(edge) <= end), ">= n")
 
 
 def gains_by_category(rows: Rows, label: str, n: int) -> list[dict[str, float]]:

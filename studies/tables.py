@@ -20,7 +20,7 @@ from studies.rows import BAR, RESULTS, Rows, Seeds, compare, difference, fill, h
 
 MISSING = ["No rows yet."]
 WIDE = 0.2  # nats: where the gains of seeds differ by more, they stand in place of an interval
-NEAR_GROUPS = ("none", "< 64")  # of targets that need no distant context, by their antecedent
+CATEGORIES = ("none", "< L / 4", "< L", "< n", ">= n")  # of targets, by the distance to their antecedent
 
 # ---- cells ----
 
@@ -70,8 +70,16 @@ def text(x: Estimate) -> str:
 # ---- what a gain consists of ----
 
 
-def part_of_gain(rows: Rows, run: str, label: str, n: int, near: bool) -> np.ndarray:
-    """The part of a gain from targets with a near antecedent or none (the tax), or from the others (the reward).
+def category(group: str, L: int, n: int) -> str:
+    """Of a group of measure/breakdowns.py, such as `< 64`, in an evaluation at length n."""
+    sign, _, edge = group.partition(" ")
+    if sign in ("none", ">="):
+        return ">= n" if edge else "none"
+    return next((name for name, end in (("< L / 4", L / 4), ("< L", L), ("< n", n)) if int(edge) <= end), ">= n")
+
+
+def part_of_gain(rows: Rows, run: str, label: str, n: int, reward: bool) -> np.ndarray:
+    """The part of a gain from targets with an antecedent between L and n back (the reward), or all others (the tax).
 
     Nats per token of all targets [seeds, documents]: the two add up to the gain.
     """
@@ -79,7 +87,7 @@ def part_of_gain(rows: Rows, run: str, label: str, n: int, near: bool) -> np.nda
     values = []
     for seed in sorted(seed for seed in bars.keys() & found.keys() if bars[seed].groups and found[seed].groups):
         bar, groups = bars[seed].groups, found[seed].groups
-        chosen = [group for group in groups if (group in NEAR_GROUPS) == near]
+        chosen = [group for group in groups if (category(group, rows.trained_ctx, n) == "< n") == reward]
         targets = sum(np.array(counts) for _, counts in groups.values())
         values.append(sum(np.array(bar[g][0]) - np.array(groups[g][0]) for g in chosen) / targets)
     return np.array(values)
@@ -155,17 +163,17 @@ def gains_section(rows: Rows, run: str = "rope") -> list[str]:
 
 
 def parts_section(rows: Rows, run: str = "rope") -> list[str]:
-    """Of a run's methods at 2, 4 and 8 L: tax, reward, and share of the headroom."""
+    """Of a run's methods at 2, 4 and 8 L: reward, tax, and share of the headroom."""
     L, lines = rows.trained_ctx, []
     for multiple in (2, 4, 8):
         n = multiple * L
         for label in dict.fromkeys(label for of, label, m in rows.by_condition if (of, m) == (run, n)):
-            parts = [part_of_gain(rows, run, label, n, near) for near in (True, False)]
+            parts = [part_of_gain(rows, run, label, n, reward) for reward in (True, False)]
             if len(parts[0]) and label != "window":
                 share = share_of_headroom(rows, label, n)
                 percent = interval_text(*(100 * x for x in share), ".0f") if share else ""
                 lines.append(line([f"{multiple} L", f"`{label}`", *(text(estimate(part)) for part in parts), percent]))
-    names = ["n", "method", "tax: no antecedent, or < 64 tokens back", "reward: >= 64 tokens back"]
+    names = ["n", "method", "reward: antecedent between L and n back", "tax: all other targets"]
     return [*header([*names, "gain, % of the headroom"]), *lines] if lines else []
 
 
@@ -280,14 +288,14 @@ def task_section(rows: Rows, task: str) -> list[str]:
 
 
 def cost_section(rows: Rows) -> list[str]:
-    """What the rows of each part cost: hours of one thread."""
-    lines = header(["part", "trainings", "hours of training", "hours of evaluation"])
-    for part in dict.fromkeys(row.part for row in rows.rows):
+    """What the rows of each part cost, where they say it: hours of one thread."""
+    names, lines = ["part", "trainings", "hours of training", "hours of evaluation"], []
+    for part in dict.fromkeys(row.part for row in rows.rows if row.threads):
         of_part = [row for row in rows.rows if row.part == part]
         runs = {row.run: row.train_seconds * row.threads for row in of_part}
         hours = sum(runs.values()) / 3600, sum(row.seconds * row.threads for row in of_part) / 3600
         lines.append(line([part, str(len(runs)), *(f"{x:.1f}" for x in hours)]))
-    return lines
+    return [*header(names), *lines] if lines else ["Not recorded."]
 
 
 def precision_section(rows: Rows, run: str = "rope") -> list[str]:

@@ -52,14 +52,14 @@ def test_the_missing_seeds_are_named_with_the_command_that_trains_them():
 
 # ---- verdicts on rows of the study; the numbers were computed with numpy and scipy.stats alone ----
 
-ROWS = [row for file in ("rope", "encodings") for row in read_rows(RESULTS / f"{file}.jsonl").rows]
+ROWS = read_rows(RESULTS / "encodings.jsonl").rows
 
 
 def study(**groups: tuple[str, ...]) -> list:
     """The curves without scaling of these groups of the study's runs."""
     names = {name: group for group, of_group in groups.items() for name in of_group}
-    rows = {(row.run, row.n): row for row in ROWS if row.label == "none" and row.n in LENGTHS}  # rope is in both files
-    rows = [row for (run, _), row in rows.items() if run.rpartition("-s")[0] in names]
+    chosen = [row for row in ROWS if row.label == "none" and row.n in LENGTHS]
+    rows = [row for row in chosen if row.run.rpartition("-s")[0] in names]
     return [dataclasses.replace(c, named=names[c.run.rpartition("-s")[0]]) for c in curves_of(rows)]
 
 
