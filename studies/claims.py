@@ -274,20 +274,6 @@ def claims_section(plan: str, rows: Rows, claims: Sequence[Claim]) -> list[str]:
     return lines
 
 
-def pi_section(rows: Rows) -> list[str]:
-    """PI against no scaling at every length past L."""
-    L = rows.trained_ctx
-    lengths = sorted({n for _, label, n in rows.by_condition if label == "pi" and n > L})
-    checks = [Check(At("rope", "none", n), At("rope", "pi", n)) for n in lengths]
-    found = [check.measure(rows) for check in checks]
-    lines = []
-    for check, x, q in zip(checks, found, with_q([None if x is None else x.p for x in found]), strict=True):
-        if x is not None and q is not None:
-            outcome = UNDECIDED if q >= ALPHA else "PI is better" if x.mean > 0 else "PI is worse"
-            lines.append(line([f"{check.a.n / L:g}", estimate_text(x), str(x.seeds), q_text(q), f"**{outcome}**"]))
-    return lines
-
-
 def margins_text(margins: dict[int, float]) -> str:
     """`0.02 up to 1 L, 0.04 past it`"""
     *up_to, (_, last) = margins.items()
@@ -300,7 +286,7 @@ def report() -> str:
     L = files["rope"].trained_ctx
     margins = {"between": margins_text(MARGINS_BETWEEN_RUNS), "within": margins_text(MARGINS_WITHIN_A_RUN)}
     tables = {plan: claims_section(plan, rows, read_claims(plan, L)) for plan, rows in files.items()}
-    return fill("claims.md", L=L, alpha=ALPHA, fewest=FEWEST, **margins, pi=pi_section(files["rope"]), **tables)
+    return fill("claims.md", L=L, alpha=ALPHA, fewest=FEWEST, **margins, **tables)
 
 
 @user_errors

@@ -19,9 +19,9 @@ BUDGETS = {
     "model": 1572,
     "measure": 1476,
     "hf": 1226,
-    "studies": 1825,
+    "studies": 1813,
     "bench": 333,
-    "product": 9239,
+    "product": 9227,
     "tests": 7987,
 }
 AIMS = BUDGETS | {
