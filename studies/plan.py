@@ -27,7 +27,7 @@ FACTOR = 8.0  # of the methods whose loss within L is measured with one factor f
 METHODS, WITH_LOGN = ("pi", "ntk", "yarn", "rerope"), ("rerope",)  # on all seeds of rope
 FURTHER = ("ntk_by_parts", "ntk_mixed", "llama3", "yarn_paper", "logn")
 FURTHER_WITH_LOGN = ("rerope_leaky",)
-FURTHER_SEEDS = 2  # the last ones
+FURTHER_SEEDS = 2
 PLANNED = {2: 0.011, 4: 0.02, 8: 0.03}  # at so many L: half of the interval of a gain, nats per token
 # Fine-tuned to so many L -> with these methods, evaluated at so many L
 EXTENSIONS = {2: ("none", "yarn"), 4: ("none", "pi", "ntk", "yarn"), 8: ("none", "yarn")}
@@ -174,9 +174,7 @@ def rope_jobs(size: Size, seed: int) -> Iterator[Job]:
         Evaluation((size.L,), ("pi", "ntk", "yarn"), (f"++scaling.factor={FACTOR}",)),
     )
     further = Evaluation(near, FURTHER), Evaluation(near, FURTHER_WITH_LOGN, ("plus=logn",))
-    yield from_scratch(
-        size, "rope", "rope", seed, *methods, *(further if seed >= SEEDS["rope"] - FURTHER_SEEDS else ())
-    )
+    yield from_scratch(size, "rope", "rope", seed, *methods, *(further if seed < FURTHER_SEEDS else ()))
     for multiple, method in ((k, m) for k, of_length in EXTENSIONS.items() for m in of_length):
         lengths = Evaluation(size.lengths(*EXTENDED_LENGTHS[multiple]))
         settings = (f"ctx={multiple * size.L}", f"scaling={method}", "optim.lr=5e-4", "optim.warmup=5")
