@@ -28,24 +28,20 @@ from measure import tasks
 from measure.breakdowns import antecedent_groups
 from measure.tasks.matched import Matched
 from studies.plan import REAL, REAL_CTX, REAL_DOCUMENTS, REAL_TOKENS, load_size
-from studies.rows import BAR, RESULTS, Rows, fill, header, line, read_rows
-from studies.tables import CATEGORIES, category, gain, rows_if_any, text
+from studies.rows import RESULTS, Rows, fill, header, line, read_rows
+from studies.tables import CATEGORIES, category, gain, gains_of_groups, rows_if_any, text
 
 METHODS = ("yarn", "rerope + logn", "ntk", "pi")
 
 
-def gains_by_category(rows: Rows, label: str, n: int) -> list[dict[str, float]]:
-    """For each seed of rope: category -> the gain per target, nats."""
-    bars, found, gains = rows.find("rope", BAR, n), rows.find("rope", label, n), []
-    for seed in sorted(seed for seed in bars.keys() & found.keys() if found[seed].groups and bars[seed].groups):
-        nats: dict[str, float] = defaultdict(float)
-        targets: dict[str, float] = defaultdict(float)
-        for group, (sums, counts) in found[seed].groups.items():
-            name = category(group, rows.trained_ctx, n)
-            nats[name] += sum(bars[seed].groups[group][0]) - sum(sums)
-            targets[name] += sum(counts)
-        gains.append({name: nats[name] / targets[name] for name in nats})
-    return gains
+def gains_by_category(rows: Rows, label: str, n: int) -> dict[str, np.ndarray]:
+    """Category -> the gain per target of rope, nats [seeds]."""
+    nats: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(1))
+    targets: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(1))
+    for group, (gains, counts) in gains_of_groups(rows, "rope", label, n).items():
+        name = category(group, rows.trained_ctx, n)
+        nats[name], targets[name] = nats[name] + gains.sum(axis=1), targets[name] + counts.sum(axis=1)
+    return {name: nats[name] / targets[name] for name in nats}
 
 
 def shares(corpus: HeldOut, L: int, n: int, longest: int, documents: int, **knobs: int) -> dict[str, float]:
@@ -85,15 +81,13 @@ def report(rows: Rows, cache: str) -> str:
     for plan, run, L, n, found in corpora_of_the_study(cache):
         of_corpora.append(line([f"`{run}`", f"{n // L}", *(f"{100 * found[name]:.1f} %" for name in CATEGORIES)]))
         for label in METHODS:
-            by_seed = gains_by_category(rows, label, n // L * rows.trained_ctx)
-            predicted = np.array(
-                [[sum(found[name] * gains.get(name, 0.0) for name in CATEGORIES)] for gains in by_seed]
-            )
+            gains = gains_by_category(rows, label, n // L * rows.trained_ctx)
+            predicted = sum((found[name] * of_seeds for name, of_seeds in gains.items()), np.zeros(1))
             measured = gain(rows_of_plan, run, label, n) if (rows_of_plan := rows_if_any(plan)) else ""
             cells = [f"{predicted.mean():+.3f} ({predicted.min():+.3f} to {predicted.max():+.3f})"]
             cells.append(measured if isinstance(measured, str) else text(measured))
             predictions.append(line([f"`{run}`", f"{n // L}", f"`{label}`", *cells]))
-    return fill("repeats.md", shares=of_corpora, predictions=predictions, seeds=len(by_seed))
+    return fill("repeats.md", shares=of_corpora, predictions=predictions, seeds=len(predicted))
 
 
 @user_errors

@@ -78,19 +78,31 @@ def category(group: str, L: int, n: int) -> str:
     return next((name for name, end in (("< L / 4", L / 4), ("< L", L), ("< n", n)) if int(edge) <= end), ">= n")
 
 
+def gains_of_groups(rows: Rows, run: str, label: str, n: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Group of targets -> the gain of all its targets, nats, and their number: both [seeds, documents].
+
+    Of the seeds whose losses are known by group; empty if there are none.
+    """
+    bars, found = rows.find(run, BAR, n), rows.find(run, label, n)
+    pairs = [(bars[seed].groups, found[seed].groups) for seed in sorted(bars.keys() & found.keys())]
+    pairs = [(bar, method) for bar, method in pairs if bar and method]
+    return {
+        group: (
+            np.array([np.subtract(bar[group][0], method[group][0]) for bar, method in pairs]),
+            np.array([method[group][1] for _, method in pairs]),
+        )
+        for group in (pairs[0][1] if pairs else ())
+    }
+
+
 def part_of_gain(rows: Rows, run: str, label: str, n: int, reward: bool) -> np.ndarray:
     """The part of a gain from targets with an antecedent between L and n back (the reward), or all others (the tax).
 
     Nats per token of all targets [seeds, documents]: the two add up to the gain.
     """
-    bars, found = rows.find(run, BAR, n), rows.find(run, label, n)
-    values = []
-    for seed in sorted(seed for seed in bars.keys() & found.keys() if bars[seed].groups and found[seed].groups):
-        bar, groups = bars[seed].groups, found[seed].groups
-        chosen = [group for group in groups if (category(group, rows.trained_ctx, n) == "< n") == reward]
-        targets = sum(np.array(counts) for _, counts in groups.values())
-        values.append(sum(np.array(bar[g][0]) - np.array(groups[g][0]) for g in chosen) / targets)
-    return np.array(values)
+    groups = gains_of_groups(rows, run, label, n)
+    chosen = [nats for name, (nats, _) in groups.items() if (category(name, rows.trained_ctx, n) == "< n") == reward]
+    return sum(chosen, np.zeros(1)) / sum(counts for _, counts in groups.values()) if groups else np.array([])
 
 
 def fine_tuned(rows: Rows, n: int) -> Seeds:
@@ -181,17 +193,15 @@ def antecedents_section(rows: Rows, run: str = "rope") -> list[str]:
     """The gain per target of two methods, by the antecedent of the targets, at 2, 4 and 8 L."""
     L = rows.trained_ctx
     columns = [(label, multiple * L) for label in ("yarn", "rerope + logn") for multiple in (2, 4, 8)]
-    names, cells = [f"`{label}`, {n // L} L" for label, n in columns], {}
+    cells: dict[str, list[str]] = {}
     for label, n in columns:
-        bars, found = rows.find(run, BAR, n), rows.find(run, label, n)
-        pairs = [(bars[s].groups, found[s].groups) for s in sorted(bars.keys() & found.keys())]
-        for group in pairs[0][1]:
-            counts = np.array([method[group][1] for _, method in pairs])  # [seeds, documents]
-            nats = np.array([np.subtract(bar[group][0], method[group][0]) for bar, method in pairs])
-            of_all = sum(np.sum(targets) for _, targets in pairs[0][1].values())
-            cells.setdefault(group, [f"{100 * counts[0].sum() / of_all:.1f} %"])
-            cells[group].append(interval_text(*ratio_interval(nats, counts)))
-    return [*header(["antecedent", "targets", *names]), *(line([group, *x]) for group, x in cells.items())]
+        groups = gains_of_groups(rows, run, label, n)
+        of_all = sum(counts.sum() for _, counts in groups.values())
+        for name, (nats, counts) in groups.items():
+            cells.setdefault(name, [f"{100 * counts.sum() / of_all:.1f} %"])
+            cells[name].append(interval_text(*ratio_interval(nats, counts)))
+    names = [f"`{label}`, {n // L} L" for label, n in columns]
+    return [*header(["antecedent", "targets", *names]), *(line([name, *x]) for name, x in cells.items())]
 
 
 def deployed_section(rows: Rows) -> list[str]:

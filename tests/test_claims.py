@@ -148,7 +148,7 @@ def test_checks_and_their_margins(text, want):
 def test_every_claim_names_rows_that_the_plan_makes():
     size = plan.load_size("default")
     for name in ("rope", "encodings"):
-        jobs = {job.name.rpartition("-s")[0]: job for job in plan.planned_jobs(name, size)}
+        jobs = {job.name.rpartition("-s")[0]: job for job in plan.planned_jobs(name, size, (0,))}
         for claim in read_claims(name, size.L):
             assert claim.source and claim.reported and (claim.checks or claim.by_construction)
             for check, at in ((c, at) for c in claim.checks for at in (c.a, c.b)):
@@ -259,7 +259,8 @@ def test_gains_of_categories_with_their_shares_are_the_gain():
     gains = {group: 0.5 if group == "< 1024" else -0.1 for group in counts}
     of_yarn = {group: [[(3 - gains[group]) * n, 0.0], [n, 0.0]] for group, n in counts.items()}
     rows = [row("rope", label, 1024, 0, [0, 0], groups=x) for label, x in (("window", of_bar), ("yarn", of_yarn))]
-    [found] = repeats.gains_by_category(Rows(rows), "yarn", 1024)
+    found = repeats.gains_by_category(Rows(rows), "yarn", 1024)
+    found = {name: x.item() for name, x in found.items()}
     assert found == pytest.approx({"none": -0.1, "< L / 4": -0.1, "< L": -0.1, "< n": 0.5})
     assert [tables.category("< 1024", 256, n) for n in (512, 1024)] == [">= n", "< n"]
     assert tables.category(">= 16384", 8192, 16384) == ">= n"

@@ -19,10 +19,10 @@ BUDGETS = {
     "model": 1572,
     "measure": 1476,
     "hf": 1226,
-    "studies": 1813,
+    "studies": 1809,
     "bench": 333,
-    "product": 9227,
-    "tests": 7987,
+    "product": 9223,
+    "tests": 7988,
 }
 AIMS = BUDGETS | {
     **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100, "studies": 1500},
