@@ -48,7 +48,7 @@ BLOCK = re.compile(r"(<!--(table|by) (.+?)-->\n)(.*?)(<!--end-->)", re.DOTALL)
 COMMENT = r"(\w+) (.+?)(?: in (\w+))?"
 # Numbers that are not measured: in code, pictures and links, multiples of L, sizes, versions, numbers of papers, limits
 PLAIN = r"(?ms)^```.*?^```|^    .*?$|`[^`]*`|!\[[^]]*\]|\]\([^)]*\)|[\d.]+ L\b|[\d.]+M\b|Python 3\.\d+"
-PLAIN += r"|\b\d{4}\.\d{5}\b|q < 0\.05|differ by more than 0\.2 nats"
+PLAIN += r"|\b\d{4}\.\d{5}\b|q < 0\.05"
 
 Value = Sequence[float]  # the mean, and both ends: of the interval, or of the range over seeds
 Listed = list[str]  # cells of results/numbers.md: the file of rows, their number of seeds, their commits, the command

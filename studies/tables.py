@@ -19,7 +19,7 @@ from studies.plan import EXTENSIONS, FACTOR, LADDER, PLANNED, REAL_DOCUMENTS, RE
 from studies.rows import BAR, RESULTS, Rows, Seeds, compare, difference, fill, header, line, publish, read_rows
 
 MISSING = ["No rows yet."]
-WIDE = 0.2  # nats: where the gains of seeds differ by more, they stand in place of an interval
+WIDE = 0.2  # nats: where the gains of seeds are in two groups and differ by more, they stand in place of an interval
 CATEGORIES = ("none", "< L / 4", "< L", "< n", ">= n")  # of targets, by the distance to their antecedent
 
 # ---- cells ----
@@ -46,7 +46,8 @@ def gain(rows: Rows, run: str, label: str, n: int) -> Estimate | str:
     if not len(gains):
         return ""
     of_seeds = gains.mean(axis=1)
-    return f"seeds {' '.join(f'{x:+.2f}' for x in of_seeds)}" if np.ptp(of_seeds) > WIDE else estimate(gains)
+    in_two_groups = np.diff(np.sort(of_seeds)).max(initial=0) > np.ptp(of_seeds) / 2 > WIDE / 2
+    return f"seeds {' '.join(f'{x:+.2f}' for x in of_seeds)}" if in_two_groups else estimate(gains)
 
 
 def gain_table(columns: list[str], gains: dict[str, list[Estimate | str]]) -> list[str]:
