@@ -59,6 +59,7 @@ OWN = {name: methods for methods, names in EVALUATED_WITH.items() for name in na
 OTHERS: dict[str, tuple[str, ...]] = {f"gate_{kind}": (f"model.attention_gate={kind}",) for kind in ("head", "element")}
 OTHERS |= {"random_float": ("positions=random_float", "longest={L}")}  # then positions are within L, as in its paper
 OTHERS |= {"linear_attention": ("pos=rope", "attention=linear")}
+SHORTER = {"rope_half": 2, "rope_quarter": 4}  # rope with fewer steps, to compare at equal losses within L
 LARGER_BASE = 500_000  # of ABF, as Xiong et al. have it
 LADDER: dict[str, tuple[str, ...]] = {  # parameters -> the model; all heads have 64 dimensions, so the same frequencies
     "0.7M": ("model.n_layers=2", "model.n_heads=2", "model.width=128"),
@@ -193,6 +194,10 @@ def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
     schedules = {*choices("layers")} - {"uniform"}
     for name in sorted((*choices("pos"), *schedules, *OTHERS), key=lambda name: (name != "rope", name)):
         yield from_scratch(size, "encodings", name, seed, own(name))
+    for name, divisor in SHORTER.items():
+        steps = size.training.steps // divisor
+        job = from_scratch(size, "encodings", name, seed, Evaluation(lengths), settings=("pos=rope", f"steps={steps}"))
+        yield replace(job, steps=steps)
     for base in BASES:
         settings = ("pos=rope", f"pos.base={base}")
         yield from_scratch(size, "base", f"base{base}", seed, own(f"base{base}"), settings=settings)

@@ -5,6 +5,7 @@ A cell is a perplexity, as the mean over seeds with the lowest and highest seed 
 nats per token with its 95 % interval and its q value.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from measure.groups import FEWEST
 from measure.intervals import Estimate, estimate, half_width, interval_text, mean_interval, ratio_interval
 from measure.report import describe_context, effective_context
 from studies.claims import q_text, with_q
-from studies.plan import EXTENSIONS, FACTOR, LADDER, PLANNED, REAL_DOCUMENTS, REAL_TOKENS, SOLVED, TASKS
+from studies.plan import EXTENSIONS, FACTOR, LADDER, PLANNED, REAL_DOCUMENTS, REAL_TOKENS, SHORTER, SOLVED, TASKS
 from studies.rows import BAR, RESULTS, Rows, Seeds, compare, difference, fill, header, line, publish, read_rows
 
 MISSING = ["No rows yet."]
@@ -247,26 +248,49 @@ def encodings_section(rows: Rows) -> list[str]:
     return by_length(rows, {run: f"`{run}`" for run in runs})
 
 
+def rise_of_rope(rows: Rows, n: int, loss: float) -> np.ndarray:
+    """How much the loss of rope without scaling rises from L to n tokens [seeds, documents], where this loss is at L.
+
+    Interpolated between rope and the runs of SHORTER; that of rope for lower losses, and empty for higher ones.
+    """
+    known = sorted(
+        (rows.losses(run, "none", rows.trained_ctx).mean(), run)
+        for run in ("rope", *SHORTER)
+        if rows.find(run, "none", n)
+    )
+    if not known or loss > known[-1][0]:
+        return np.array([])
+    rises = [difference(rows.find(run, "none", n), rows.find(run, "none", rows.trained_ctx)) for _, run in known]
+    place = float(np.interp(loss, [x for x, _ in known], range(len(known))))
+    low, high, share = rises[int(place)], rises[math.ceil(place)], place % 1
+    seeds = min(len(low), len(high))
+    return (1 - share) * low[:seeds] + share * high[:seeds]
+
+
 def rises_section(rows: Rows) -> list[str]:
     """The rise of the loss since L of every encoding, and its gain over the better control with its own method.
 
-    In the order of the rise at 8 L.
+    Also the rise less that of rope at an equal loss at L. In the order of the rise at 8 L.
     """
     L, cells = rows.trained_ctx, {}
+    ns = [multiple * L for multiple in (2, 8, 32)]
     for run, label in dict.fromkeys((run, label) for run, label, _ in rows.by_condition if label != "window"):
-        ns = [multiple * L for multiple in (2, 8, 32)]
         inside = rows.find(run, "none", L)
         rises = [difference(rows.find(run, label, n), inside) for n in ns]
+        loss = rows.losses(run, "none", L).mean()
+        pairs = [(rise, rise_of_rope(rows, n, loss)) for rise, n in zip(rises, ns, strict=True)]
+        comparable = run not in ("rope", *SHORTER)
+        others = [estimate(*pair) if comparable and min(map(len, pair)) >= FEWEST else "" for pair in pairs]
         name = f"`{run}`" + ("" if label == "none" else f", {label}")
         trained = max((row.longest_trained_ctx for row in inside.values()), default=L)
         gains = [gain(rows, run, label, n) if n > trained else "" for n in ns]
-        cells[name] = [*(estimate(x) if len(x) else "" for x in rises), *gains]
+        cells[name] = [*(estimate(x) if len(x) else "" for x in rises), *others, *gains]
 
     def order(name: str) -> float:
         rise = cells[name][1]
         return rise.mean if isinstance(rise, Estimate) else np.inf
 
-    columns = [f"{what}, {multiple} L" for what in ("rise", "gain") for multiple in (2, 8, 32)]
+    columns = [f"{what}, {n // L} L" for what in ("rise", "less RoPE's", "gain") for n in ns]
     return gain_table(columns, {name: cells[name] for name in sorted(cells, key=order)})
 
 

@@ -266,6 +266,17 @@ def test_gains_of_categories_with_their_shares_are_the_gain():
     assert tables.category(">= 16384", 8192, 16384) == ">= n"
 
 
+def test_rises_are_compared_with_those_of_rope_at_an_equal_loss():
+    """RoPE's losses at L are 2.0 and 3.0, and rise by 1.0 and 0.2; at 2.25 the rise is a quarter of the way between."""
+    losses = {"rope": (2.0, 3.0), "rope_quarter": (3.0, 3.2), "alibi": (2.25, 2.3), "none": (3.5, 3.5)}
+    found = [(run, n, s, pair[n > 256] + s / 8) for run, pair in losses.items() for n in (256, 512) for s in range(4)]
+    rows = Rows([row(run, "none", n, s, [x, x], part="encodings") for run, n, s, x in found])
+    assert tables.rise_of_rope(rows, 512, 2.25 + 1.5 / 8) == pytest.approx(np.full((4, 2), 0.8))
+    assert len(tables.rise_of_rope(rows, 512, 3.5 + 1.5 / 8)) == 0  # RoPE was always better at L
+    cells = {x.split("|")[1].strip(): x.split("|")[5].strip() for x in tables.rises_section(rows)[2:]}
+    assert cells["`alibi`"].startswith("-0.750") and cells["`none`"] == cells["`rope`"] == ""
+
+
 def test_tasks_have_tokens_whole_answers_and_effective_contexts():
     hits = {256: [[1.0, 1.0], [1.0, 0.75]], 512: [[1.0, 0.75], [0.5, 0.75]]}  # n -> of each seed
     rows = [row("recall-rope", "none", n, s, [0, 0], hits=hits[n][s]) for n in hits for s in (0, 1)]

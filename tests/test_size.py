@@ -19,14 +19,14 @@ BUDGETS = {
     "model": 1572,
     "measure": 1476,
     "hf": 1226,
-    "studies": 1810,
+    "studies": 1833,
     "bench": 333,
-    "product": 9224,
-    "tests": 7988,
+    "product": 9247,
+    "tests": 8000,
 }
 AIMS = BUDGETS | {
     **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100, "studies": 1500},
-    **{"product": 9000, "tests": 8000},
+    **{"product": 9000},
 }
 README_LINES, README_WORDS, MINIMAL_LINES = 160, 1700, 200
 LONGEST_FUNCTION, SMALLEST_FILE, IMPORTS_IN_FUNCTIONS = 70, 25, 15  # lines, code lines, functions
