@@ -3,7 +3,7 @@
     encodings   perplexity against context length, of seven encodings
     scaling     the same for the scaling methods on rope
     base        perplexity against RoPE's base
-    layers      the newer encodings, the layer schedules and the changed encodings
+    reach       every encoding and layer schedule at L and at 8 L, with its own method, too
     real        the scaling methods on a real model, on code and on books
 
 Each is written as PNG, SVG and PDF to results/. The same rows give the same files. A band is the range over seeds; with
@@ -32,14 +32,12 @@ HEAD_DIM = 64  # of every size of the study
 FEWEST_FOR_A_BAND = 3  # seeds: the range of two of them says little
 ENCODINGS = ("rope", "alibi", "xpos", "none", "learned", "t5_bias", "fire")  # of the figure `encodings`
 METHODS = ("none", "pi", "ntk", "ntk_by_parts", "yarn", "rerope", "rerope + logn")  # of the figure `scaling`
-NEWER = ("fox", "ssmax", "kerple", "fire", "cope")
-SCHEDULES = ("gemma3", "sssl", "smollm3", "swan")
 FORMATS = (".png", ".svg", ".pdf")
 
 Style = dict[str, Any]  # colour and dashes of a line
 Line = tuple[dict[Any, np.ndarray], str, Style]  # (x -> losses [seeds], nats per token; its name; its style)
 
-DASHED, DOTTED, MIXED = (0, (5, 1.5)), (0, (2, 1.5)), (0, (5, 1.5, 1.5, 1.5))
+DASHED, DOTTED = (0, (5, 1.5)), (0, (2, 1.5))
 CONTROL = {"color": color_of("methods", "window"), "linestyle": CONTROL_DASHES}
 
 
@@ -182,50 +180,46 @@ def base(rows: Rows) -> Any:
     return fig
 
 
-def layers(rows: Rows) -> Any:
-    """Perplexity against context length of the other encodings and schedules, in a panel for each kind of them.
-
-    All panels have rope, its window control and alibi. The other lines of a panel differ in their dashes, too.
-    """
-    references = [over_lengths(rows, run, "none", run, style_of(run)) for run in ("rope", "alibi")]
-    references.append(window_control(rows))
-    panels = {}
-    for title, conditions in LAYER_PANELS.items():
-        panels[title] = [*references]
-        for i, (run, label, name, color) in enumerate(conditions):
-            dashes = ("-", DASHED, DOTTED, MIXED)[i % 4]
-            panels[title].append(over_lengths(rows, run, label, name, {"color": color, "linestyle": dashes}))
-    fig = over_context(rows, panels, width=16, between=0.62)
-    seeds = describe_seeds(rows, {row.name for row in rows.rows})
-    seeds += ": a difference below that between two seeds of rope means little" if seeds == "one seed" else ""
+def reach(rows: Rows) -> Any:
+    """A line for each encoding and schedule: perplexity at L, at 8 L, and at 8 L with its own method, best first."""
     L = rows.trained_ctx
-    title = f"Newer encodings, layer schedules and changes of a trained rope beside rope and alibi, L = {L}\n{seeds}"
-    fig.suptitle(title, fontsize=11, x=fig.axes[0].get_position().x0, y=1.02, ha="left")
+
+    def best(run: str) -> tuple[np.ndarray, str]:
+        """The losses at 8 L with the run's own method, and its label."""
+        labels = [label for name, label, n in rows.by_condition if (name, n) == (run, 8 * L) and label != "window"]
+        return min(((rows.losses(run, label, 8 * L), label) for label in labels), key=lambda x: x[0].mean())
+
+    runs = sorted(rows.runs("encodings"), key=lambda run: best(run)[0].mean())
+    fig, ax = plots.pyplot().subplots(figsize=(9, 1.6 + 0.24 * len(runs)))
+    kinds = {f"at L = {L}": ("#333333", "|"), "at 8 L": (color_of("methods", "none"), "o")}
+    kinds |= {"at 8 L, with the method named": (color_of("methods", "yarn"), "D")}
+    for y, run in enumerate(runs):
+        of_method, label = best(run)
+        values = rows.losses(run, "none", L), rows.losses(run, "none", 8 * L), of_method if label != "none" else ()
+        for (color, marker), losses in zip(kinds.values(), map(np.exp, values), strict=True):
+            if len(losses):
+                ax.plot(np.exp(np.log(losses).mean()), y, marker, color=color, markersize=10 if marker == "|" else 5)
+                ax.plot((losses.min(), losses.max()), (y, y), color=color, linewidth=2, alpha=0.5)
+    for name, (color, marker) in kinds.items():
+        ax.plot([], [], marker, color=color, label=name)
+    counts = [len(rows.losses(run, "none", L)) for run in runs]
+    names = [run + ("" if best(run)[1] == "none" else f", {best(run)[1]}") for run in runs]
+    ax.set_yticks(range(len(runs)), [f"{name} ({n})" for name, n in zip(names, counts, strict=True)], fontsize=8)
+    ax.set(xscale="log", ylim=(len(runs) - 0.5, -0.5), xlabel="perplexity on the same targets")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7), numticks=99))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
+    ax.set_title("Encodings and layer schedules past the trained context\n(number of trainings; lines: their range)")
     return fig
 
 
-# The panels of the figure `layers`: (run, label of the method, name, colour) of the lines
-LAYER_PANELS = {
-    "encodings": [(run, "none", run, color_of("encodings", run)) for run in NEWER],
-    "layer schedules": [
-        *((run, "none", run, color_of("encodings", f"rope+{run}")) for run in SCHEDULES),
-        ("gemma3", "yarn", "gemma3, yarn", color_of("encodings", "rope+gemma3")),
-    ],
-    "rope, changed after its training": [
-        ("drope", "none", "drope", color_of("changes", "drope")),
-        ("drope", "logn", "drope, logn", color_of("changes", "drope")),
-        ("abf", "none", "abf, trained at 4 L", color_of("changes", "abf")),
-        ("rope_to_swan", "none", "rope_to_swan", color_of("changes", "rope_to_swan")),
-        ("rope_to_swan", "logn", "rope_to_swan, logn", color_of("changes", "rope_to_swan")),
-        ("rope", "yarn", "rope, yarn (not trained)", color_of("methods", "yarn")),
-    ],
-}
 # The figures -> the plan and its part that each needs
 FIGURES = {
     encodings: ("encodings", "encodings"),
     scaling: ("rope", "rope"),
     base: ("encodings", "base"),
-    layers: ("encodings", "encodings"),
+    reach: ("encodings", "encodings"),
     real: ("real", "real"),
 }
 

@@ -59,7 +59,7 @@ def all_figures(rows) -> dict[str, Any]:
         "encodings": figures.encodings(read_rows(RESULTS / "encodings.jsonl")),
         "scaling": figures.scaling(rows),
         "base": figures.base(encoding_rows((0, 1, 2))),
-        "layers and encodings": figures.layers(encoding_rows()),
+        "reach": figures.reach(encoding_rows()),
         "spectrum": drawn(spectrum.draw, by_method, 256, "title", Path("x.png")),
         "decay": drawn(decay.draw, by_base, by_scaling, Path("x.png")),
         "choosing": choosing.draw(),
@@ -105,7 +105,7 @@ def test_a_method_and_an_encoding_have_one_colour_in_all_figures(all_figures):
                 assert name.get_color() in colors, (figure, label)  # of the line, too
                 seen.setdefault(f"{kind_of_name} {label}", set()).add(figure)
     assert {"spectrum", "scaling", "decay", "compare", "one evaluation"} <= seen["methods none"]
-    assert len(seen["methods pi"]) >= 3 and len(seen["methods window"]) >= 5 and len(seen["encodings rope"]) == 2
+    assert len(seen["methods pi"]) >= 3 and len(seen["methods window"]) >= 5 and seen["encodings rope"]
 
 
 def test_a_new_method_has_a_colour_that_does_not_depend_on_the_figure():
@@ -171,7 +171,8 @@ def test_names_do_not_overlap_in_any_figure(all_figures):
     for figure, fig in all_figures.items():
         marks = [a for a in fig.findobj(Annotation) if a.get_text().startswith("trained at")]
         titles = [title for ax in fig.axes for title in (ax.title, ax._left_title)]
-        texts = [*names_at_line_ends(fig), *marks, *titles]
+        legends = [text for ax in fig.axes if ax.get_legend() for text in ax.get_legend().get_texts()]
+        texts = [*names_at_line_ends(fig), *marks, *titles, *legends]
         found = boxes([text for text in texts if text.get_text()], fig)
         assert len(found) >= 4, figure
         for a, b in itertools.combinations(found, 2):
@@ -198,6 +199,9 @@ def test_lines_are_the_mean_losses_of_the_rows(all_figures, rows):
     [yarn] = [line for line in panel.lines if line.get_color() == colors["yarn"]]
     want = [np.exp(rows.losses("rope", "yarn", int(n)).mean()) for n in yarn.get_xdata()]
     assert yarn.get_ydata().tolist() == want and max(yarn.get_xdata()) == 2048
+    encodings = read_rows(RESULTS / "encodings.jsonl")
+    best = np.exp(encodings.losses("gemma3", "none", 256).mean())
+    assert figures.reach(encodings).axes[0].lines[0].get_xdata() == pytest.approx(best)
 
 
 @pytest.mark.parametrize("loss", [2.882, 3.5, 7.0])
