@@ -3,7 +3,7 @@
     encodings   perplexity against context length, of seven encodings
     scaling     the same for the scaling methods on rope
     base        perplexity against RoPE's base
-    reach       every encoding and layer schedule at L and at 8 L, with its own method, too
+    reach       every encoding and layer schedule at L and at 8 L, with its best method, too
     real        the scaling methods on a real model, on code and on books
 
 Each is written as PNG, SVG and PDF to results/. The same rows give the same files. A band is the range over seeds; with
@@ -33,6 +33,7 @@ FEWEST_FOR_A_BAND = 3  # seeds: the range of two of them says little
 ENCODINGS = ("rope", "alibi", "xpos", "none", "learned", "t5_bias", "fire")  # of the figure `encodings`
 METHODS = ("none", "pi", "ntk", "ntk_by_parts", "yarn", "rerope", "rerope + logn")  # of the figure `scaling`
 FORMATS = (".png", ".svg", ".pdf")
+PERPLEXITY = "perplexity on the same targets"
 
 Style = dict[str, Any]  # colour and dashes of a line
 Line = tuple[dict[Any, np.ndarray], str, Style]  # (x -> losses [seeds], nats per token; its name; its style)
@@ -84,14 +85,19 @@ def describe_seeds(rows: Rows, runs: Iterable[str]) -> str:
     return text + ("; hollow points: single seeds" if any(1 < n < FEWEST_FOR_A_BAND for n in counts) else "")
 
 
+def round_numbers(axis: Any) -> None:
+    """Ticks of a logarithmic axis at round numbers."""
+    axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7), numticks=99))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
+
+
 def finish(fig: Any, space: int = 22) -> Any:
-    """A logarithmic y axis with round numbers, which all panels share, and the names of each panel's lines."""
+    """A logarithmic y axis, which all panels share, and the names of each panel's lines."""
     first = fig.axes[0]
     first.set_yscale("log")
-    first.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7), numticks=99))
-    first.yaxis.set_major_formatter("{x:g}")
-    first.yaxis.set_minor_locator(NullLocator())
-    first.set_ylabel("perplexity on the same targets")
+    round_numbers(first.yaxis)
+    first.set_ylabel(PERPLEXITY)
     for ax in fig.axes:
         plots.end_labels(ax, space)
     return fig
@@ -181,34 +187,28 @@ def base(rows: Rows) -> Any:
 
 
 def reach(rows: Rows) -> Any:
-    """A line for each encoding and schedule: perplexity at L, at 8 L, and at 8 L with its own method, best first."""
-    L = rows.trained_ctx
-
-    def best(run: str) -> tuple[np.ndarray, str]:
-        """The losses at 8 L with the run's own method, and its label."""
+    """A line for each encoding and schedule: perplexity at L, at 8 L, and at 8 L with its best method, best first."""
+    L, best = rows.trained_ctx, {}
+    for run in rows.runs("encodings"):
         labels = [label for name, label, n in rows.by_condition if (name, n) == (run, 8 * L) and label != "window"]
-        return min(((rows.losses(run, label, 8 * L), label) for label in labels), key=lambda x: x[0].mean())
-
-    runs = sorted(rows.runs("encodings"), key=lambda run: best(run)[0].mean())
+        best[run] = min(labels, key=lambda label: rows.losses(run, label, 8 * L).mean())
+    runs = sorted(best, key=lambda run: rows.losses(run, best[run], 8 * L).mean())
+    own = {run: label for run, label in best.items() if label != "none"}
     fig, ax = plots.pyplot().subplots(figsize=(9, 1.6 + 0.24 * len(runs)))
-    kinds = {f"at L = {L}": ("#333333", "|"), "at 8 L": (color_of("methods", "none"), "o")}
-    kinds |= {"at 8 L, with the method named": (color_of("methods", "yarn"), "D")}
-    for y, run in enumerate(runs):
-        of_method, label = best(run)
-        values = rows.losses(run, "none", L), rows.losses(run, "none", 8 * L), of_method if label != "none" else ()
-        for (color, marker), losses in zip(kinds.values(), map(np.exp, values), strict=True):
-            if len(losses):
-                ax.plot(np.exp(np.log(losses).mean()), y, marker, color=color, markersize=10 if marker == "|" else 5)
-                ax.plot((losses.min(), losses.max()), (y, y), color=color, linewidth=2, alpha=0.5)
-    for name, (color, marker) in kinds.items():
-        ax.plot([], [], marker, color=color, label=name)
+    for name, n, labels, marker, color in (
+        (f"at L = {L}", L, dict.fromkeys(runs, "none"), "|", "#333333"),
+        ("at 8 L", 8 * L, dict.fromkeys(runs, "none"), "o", color_of("methods", "none")),
+        ("at 8 L, with the method named", 8 * L, own, "D", color_of("methods", "yarn")),
+    ):
+        losses = {runs.index(run): rows.losses(run, label, n) for run, label in labels.items()}
+        means, low, high = ([np.exp(of(x)) for x in losses.values()] for of in (np.mean, np.min, np.max))
+        ax.plot(means, list(losses), marker, color=color, markersize=10 if marker == "|" else 5, label=name)
+        ax.hlines(list(losses), low, high, color=color, linewidth=2, alpha=0.5)
+    names = [run + (f", {own[run]}" if run in own else "") for run in runs]
     counts = [len(rows.losses(run, "none", L)) for run in runs]
-    names = [run + ("" if best(run)[1] == "none" else f", {best(run)[1]}") for run in runs]
     ax.set_yticks(range(len(runs)), [f"{name} ({n})" for name, n in zip(names, counts, strict=True)], fontsize=8)
-    ax.set(xscale="log", ylim=(len(runs) - 0.5, -0.5), xlabel="perplexity on the same targets")
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7), numticks=99))
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.xaxis.set_minor_locator(NullLocator())
+    ax.set(xscale="log", ylim=(len(runs) - 0.5, -0.5), xlabel=PERPLEXITY)
+    round_numbers(ax.xaxis)
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
     ax.set_title("Encodings and layer schedules past the trained context\n(number of trainings; lines: their range)")
     return fig

@@ -35,7 +35,7 @@ from conf.errors import UserError, user_errors
 from conf.registry import ROOT
 from engine.files import write_atomically
 from measure.intervals import mean_interval
-from studies import tables
+from studies import gain_parts, tables
 from studies.claims import fully, read_condition
 from studies.plan import PLANS
 from studies.rows import RESULTS, Rows, compare, fill, line, read_rows
@@ -74,12 +74,12 @@ MEASURES: dict[str, Callable[..., Value]] = {
     "perplexity": lambda rows, *at: np.exp(over_seeds(rows.losses(*at))).tolist(),
     "seeds": lambda rows, *at: over_seeds([len(rows.find(*at))]),
     "sd": lambda rows, *at: over_seeds([rows.losses(*at).std(ddof=1)]),
-    "chance": lambda rows, *at: over_seeds([tables.chance(rows.losses(*at), 1)]),  # one training against one
+    "chance": lambda rows, *at: over_seeds([gain_parts.chance(rows.losses(*at), 1)]),  # one training against one
     "gain": lambda rows, *at: interval(rows.gain(*at)),
-    "tax": lambda rows, *at: interval(tables.part_of_gain(rows, *at, reward=False)),
-    "reward": lambda rows, *at: interval(tables.part_of_gain(rows, *at, reward=True)),
-    "headroom": lambda rows, _, __, n: interval(tables.headroom(rows, n)),
-    "share": lambda rows, _, label, n: tables.share_of_headroom(rows, label, n) or interval(np.array([])),
+    "tax": lambda rows, *at: interval(gain_parts.part_of_gain(rows, *at, reward=False)),
+    "reward": lambda rows, *at: interval(gain_parts.part_of_gain(rows, *at, reward=True)),
+    "headroom": lambda rows, _, __, n: interval(gain_parts.headroom(rows, n)),
+    "share": lambda rows, _, label, n: gain_parts.share_of_headroom(rows, label, n) or interval(np.array([])),
 }
 
 

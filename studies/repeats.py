@@ -6,7 +6,7 @@ these targets there:
 
     predicted gain = sum over the categories of (share in the other corpus) * (gain per target, of rope on sympy)
 
-The categories are those of studies/tables.py: the distance to the antecedent of a target (measure/breakdowns.py), in
+The categories (studies/gain_parts.py) are the distance to the antecedent of a target (measure/breakdowns.py), in
 multiples of L and n, since the small model has L = 256 and the real one 8192. Nothing is evaluated: the shares need the
 text only. Writes results/repeats.md, with the measured gains beside the predictions where there are rows.
 """
@@ -27,9 +27,10 @@ from hf.open import open_checkpoint, read_corpus
 from measure import tasks
 from measure.breakdowns import antecedent_groups
 from measure.tasks.matched import Matched
+from studies.gain_parts import CATEGORIES, category, gains_of_groups
 from studies.plan import REAL, REAL_CTX, REAL_DOCUMENTS, REAL_TOKENS, load_size
-from studies.rows import RESULTS, Rows, fill, header, line, read_rows
-from studies.tables import CATEGORIES, category, gain, gains_of_groups, rows_if_any, text
+from studies.rows import RESULTS, Rows, fill, header, line, read_rows, rows_if_any
+from studies.tables import gain, text
 
 METHODS = ("yarn", "rerope + logn", "ntk", "pi")
 

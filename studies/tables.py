@@ -5,7 +5,6 @@ A cell is a perplexity, as the mean over seeds with the lowest and highest seed 
 nats per token with its 95 % interval and its q value.
 """
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,15 +12,15 @@ import numpy as np
 from conf.errors import user_errors
 from measure.curves import Curve
 from measure.groups import FEWEST
-from measure.intervals import Estimate, estimate, half_width, interval_text, mean_interval, ratio_interval
+from measure.intervals import Estimate, estimate, interval_text, mean_interval, ratio_interval
 from measure.report import describe_context, effective_context
 from studies.claims import q_text, with_q
+from studies.gain_parts import chance, gains_of_groups, headroom, part_of_gain, rise_of_rope, share_of_headroom
 from studies.plan import EXTENSIONS, FACTOR, LADDER, PLANNED, REAL_DOCUMENTS, REAL_TOKENS, SHORTER, SOLVED, TASKS
-from studies.rows import BAR, RESULTS, Rows, Seeds, compare, difference, fill, header, line, publish, read_rows
+from studies.rows import BAR, RESULTS, Rows, compare, difference, fill, header, line, publish, read_rows, rows_if_any
 
 MISSING = ["No rows yet."]
 WIDE = 0.2  # nats: where the gains of seeds are in two groups and differ by more, they stand in place of an interval
-CATEGORIES = ("none", "< L / 4", "< L", "< n", ">= n")  # of targets, by the distance to their antecedent
 
 # ---- cells ----
 
@@ -47,7 +46,8 @@ def gain(rows: Rows, run: str, label: str, n: int) -> Estimate | str:
     if not len(gains):
         return ""
     of_seeds = gains.mean(axis=1)
-    in_two_groups = np.diff(np.sort(of_seeds)).max(initial=0) > np.ptp(of_seeds) / 2 > WIDE / 2
+    spread = np.ptp(of_seeds)
+    in_two_groups = spread > WIDE and np.diff(np.sort(of_seeds)).max() > spread / 2
     return f"seeds {' '.join(f'{x:+.2f}' for x in of_seeds)}" if in_two_groups else estimate(gains)
 
 
@@ -69,78 +69,7 @@ def text(x: Estimate) -> str:
     return interval_text(x.mean, *x.interval)
 
 
-# ---- what a gain consists of ----
-
-
-def category(group: str, L: int, n: int) -> str:
-    """Of a group of measure/breakdowns.py, such as `< 64`, in an evaluation at length n."""
-    sign, _, edge = group.partition(" ")
-    if sign in ("none", ">="):
-        return ">= n" if edge else "none"
-    return next((name for name, end in (("< L / 4", L / 4), ("< L", L), ("< n", n)) if int(edge) <= end), ">= n")
-
-
-def gains_of_groups(rows: Rows, run: str, label: str, n: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Group of targets -> the gain of all its targets, nats, and their number: both [seeds, documents].
-
-    Of the seeds whose losses are known by group; empty if there are none.
-    """
-    bars, found = rows.find(run, BAR, n), rows.find(run, label, n)
-    pairs = [(bars[seed].groups, found[seed].groups) for seed in sorted(bars.keys() & found.keys())]
-    pairs = [(bar, method) for bar, method in pairs if bar and method]
-    return {
-        group: (
-            np.array([np.subtract(bar[group][0], method[group][0]) for bar, method in pairs]),
-            np.array([method[group][1] for _, method in pairs]),
-        )
-        for group in (pairs[0][1] if pairs else ())
-    }
-
-
-def part_of_gain(rows: Rows, run: str, label: str, n: int, reward: bool) -> np.ndarray:
-    """The part of a gain from targets with an antecedent between L and n back (the reward), or all others (the tax).
-
-    Nats per token of all targets [seeds, documents]: the two add up to the gain.
-    """
-    groups = gains_of_groups(rows, run, label, n)
-    chosen = [nats for name, (nats, _) in groups.items() if (category(name, rows.trained_ctx, n) == "< n") == reward]
-    return sum(chosen, np.zeros(1)) / sum(counts for _, counts in groups.values()) if groups else np.array([])
-
-
-def fine_tuned(rows: Rows, n: int) -> Seeds:
-    """The better run that was fine-tuned at n tokens, directly or with YaRN, from the same seeds of rope."""
-    found = (rows.find(f"{method}-{n // rows.trained_ctx}L", "none", n) for method in ("none", "yarn"))
-    return min(filter(None, found), key=lambda seeds: difference(seeds, rows.find("rope", BAR, n)).mean(), default={})
-
-
-def headroom(rows: Rows, n: int) -> np.ndarray:
-    """How much lower the loss of the better fine-tuned run is than the better control's, [seeds, documents]."""
-    return difference(rows.find("rope", BAR, n), fine_tuned(rows, n))
-
-
-def share_of_headroom(rows: Rows, label: str, n: int) -> tuple[float, float, float] | None:
-    """The gain of rope with this method in the headroom, with its interval, on the seeds that have both.
-
-    None without seeds, or without headroom.
-    """
-    three = rows.find("rope", BAR, n), rows.find("rope", label, n), fine_tuned(rows, n)
-    shared = set.intersection(*map(set, three))
-    bar, method, tuned = ({seed: seeds[seed] for seed in shared} for seeds in three)
-    gains, most = difference(bar, method), difference(bar, tuned)
-    if not shared or most.mean() <= 0:
-        return None
-    return ratio_interval(gains, most)
-
-
 # ---- the sections; L: the trained context ----
-
-
-def chance(losses: np.ndarray, trainings: int) -> float:
-    """What 95 % of the differences stay below, of the mean of so many trainings with that of so many others, nats.
-
-    losses: of trainings that differ only in the seed.
-    """
-    return float(half_width(2 * losses.var(ddof=1) / trainings, len(losses) - 1))
 
 
 def noise_section(rows: Rows, *runs: str) -> list[str]:
@@ -172,7 +101,9 @@ def methods_section(rows: Rows, run: str = "rope") -> list[str]:
 def gains_section(rows: Rows, run: str = "rope") -> list[str]:
     """A run with every scaling method: gain over the bar past L."""
     beyond = sorted({n for of, _, n in rows.by_condition if of == run and n > rows.trained_ctx})
-    gains = {f"`{m}`": [gain(rows, run, m, n) for n in beyond] for m in methods_of(rows, run)}
+    counts = {m: len(rows.find(run, m, beyond[-1])) for m in methods_of(rows, run)}
+    names = {m: f"`{m}`" + (f", {n} seeds" if n < max(counts.values()) else "") for m, n in counts.items()}
+    gains = {name: [gain(rows, run, m, n) for n in beyond] for m, name in names.items()}
     return gain_table([f"{n / rows.trained_ctx:g} L" for n in beyond], gains)
 
 
@@ -248,25 +179,6 @@ def encodings_section(rows: Rows) -> list[str]:
     return by_length(rows, {run: f"`{run}`" for run in runs})
 
 
-def rise_of_rope(rows: Rows, n: int, loss: float) -> np.ndarray:
-    """How much the loss of rope without scaling rises from L to n tokens [seeds, documents], where this loss is at L.
-
-    Interpolated between rope and the runs of SHORTER; that of rope for lower losses, and empty for higher ones.
-    """
-    known = sorted(
-        (rows.losses(run, "none", rows.trained_ctx).mean(), run)
-        for run in ("rope", *SHORTER)
-        if rows.find(run, "none", n)
-    )
-    if not known or loss > known[-1][0]:
-        return np.array([])
-    rises = [difference(rows.find(run, "none", n), rows.find(run, "none", rows.trained_ctx)) for _, run in known]
-    place = float(np.interp(loss, [x for x, _ in known], range(len(known))))
-    low, high, share = rises[int(place)], rises[math.ceil(place)], place % 1
-    seeds = min(len(low), len(high))
-    return (1 - share) * low[:seeds] + share * high[:seeds]
-
-
 def rises_section(rows: Rows) -> list[str]:
     """The rise of the loss since L of every encoding, and its gain over the better control with its own method.
 
@@ -277,10 +189,9 @@ def rises_section(rows: Rows) -> list[str]:
     for run, label in dict.fromkeys((run, label) for run, label, _ in rows.by_condition if label != "window"):
         inside = rows.find(run, "none", L)
         rises = [difference(rows.find(run, label, n), inside) for n in ns]
-        loss = rows.losses(run, "none", L).mean()
+        loss, is_rope = rows.losses(run, "none", L).mean(), run in ("rope", *SHORTER)
         pairs = [(rise, rise_of_rope(rows, n, loss)) for rise, n in zip(rises, ns, strict=True)]
-        comparable = run not in ("rope", *SHORTER)
-        others = [estimate(*pair) if comparable and min(map(len, pair)) >= FEWEST else "" for pair in pairs]
+        others = ["" if is_rope or min(map(len, pair)) < FEWEST else estimate(*pair) for pair in pairs]
         name = f"`{run}`" + ("" if label == "none" else f", {label}")
         trained = max((row.longest_trained_ctx for row in inside.values()), default=L)
         gains = [gain(rows, run, label, n) if n > trained else "" for n in ns]
@@ -428,11 +339,6 @@ def real_report() -> str:
         copying=task_section(rows, "copying") or MISSING,
         cost=cost_section(rows),
     )
-
-
-def rows_if_any(plan: str) -> Rows | None:
-    path = RESULTS / f"{plan}.jsonl"
-    return read_rows(path) if path.exists() else None
 
 
 REPORTS = {"matrix.md": rope_report, "encodings.md": encodings_report, "tasks.md": tasks_report, "real.md": real_report}

@@ -9,7 +9,7 @@ import pytest
 
 from conf.errors import UserError
 from measure.intervals import Estimate, estimate
-from studies import claims, plan, repeats, tables
+from studies import claims, gain_parts, plan, repeats, tables
 from studies.claims import HOLDS, MISSING, REFUTED, At, Check, Claim, DecayCheck, Result, read_check, read_claims
 from studies.rows import BAR, RESULTS, Rows, compare, difference, read_rows
 from tests.helpers import encoding_rows, study_row as row
@@ -238,17 +238,17 @@ def test_tax_and_reward_add_up_to_the_gain_which_is_a_share_of_the_headroom():
             groups = {name: [sums[i].tolist(), counts[i].tolist()] for i, name in enumerate(names)}
             rows.append(row(run, label, n, seed, nats, groups=groups, command=f"init=rope-s{seed}"))
     rows = Rows(rows)
-    reward, tax = (tables.part_of_gain(rows, "rope", "yarn", 512, of) for of in (True, False))
-    gains, most = rows.gain("rope", "yarn", 512), tables.headroom(rows, 512)
+    reward, tax = (gain_parts.part_of_gain(rows, "rope", "yarn", 512, of) for of in (True, False))
+    gains, most = rows.gain("rope", "yarn", 512), gain_parts.headroom(rows, 512)
     assert tax + reward == pytest.approx(gains) and tax.shape == (4, 6)
     of_window, of_yarn = (np.array(rows.find("rope", x, 512)[0].groups["< 512"][0]) for x in ("window", "yarn"))
     assert reward[0] == pytest.approx((of_window - of_yarn) / counts.sum(axis=0))
     assert most == pytest.approx(difference(rows.find("rope", "window", 512), rows.find("yarn-2L", "none", 512)))
-    share, low, high = tables.share_of_headroom(rows, "yarn", 512)
+    share, low, high = gain_parts.share_of_headroom(rows, "yarn", 512)
     assert share == pytest.approx(gains.mean() / most.mean()) and low < share < high
     # where the first seed was not evaluated with yarn and the last one not fine-tuned, two seeds have both
     fewer = [x for x in rows.rows if (x.label, x.seed) != ("yarn", 0) and (x.name, x.seed) != ("yarn-2L", 3)]
-    share, *_ = tables.share_of_headroom(Rows(fewer), "yarn", 512)
+    share, *_ = gain_parts.share_of_headroom(Rows(fewer), "yarn", 512)
     assert share == pytest.approx(gains[1:3].mean() / most[1:3].mean())
 
 
@@ -262,8 +262,8 @@ def test_gains_of_categories_with_their_shares_are_the_gain():
     found = repeats.gains_by_category(Rows(rows), "yarn", 1024)
     found = {name: x.item() for name, x in found.items()}
     assert found == pytest.approx({"none": -0.1, "< L / 4": -0.1, "< L": -0.1, "< n": 0.5})
-    assert [tables.category("< 1024", 256, n) for n in (512, 1024)] == [">= n", "< n"]
-    assert tables.category(">= 16384", 8192, 16384) == ">= n"
+    assert [gain_parts.category("< 1024", 256, n) for n in (512, 1024)] == [">= n", "< n"]
+    assert gain_parts.category(">= 16384", 8192, 16384) == ">= n"
 
 
 def test_rises_are_compared_with_those_of_rope_at_an_equal_loss():
@@ -271,8 +271,8 @@ def test_rises_are_compared_with_those_of_rope_at_an_equal_loss():
     losses = {"rope": (2.0, 3.0), "rope_quarter": (3.0, 3.2), "alibi": (2.25, 2.3), "none": (3.5, 3.5)}
     found = [(run, n, s, pair[n > 256] + s / 8) for run, pair in losses.items() for n in (256, 512) for s in range(4)]
     rows = Rows([row(run, "none", n, s, [x, x], part="encodings") for run, n, s, x in found])
-    assert tables.rise_of_rope(rows, 512, 2.25 + 1.5 / 8) == pytest.approx(np.full((4, 2), 0.8))
-    assert len(tables.rise_of_rope(rows, 512, 3.5 + 1.5 / 8)) == 0  # RoPE was always better at L
+    assert gain_parts.rise_of_rope(rows, 512, 2.25 + 1.5 / 8) == pytest.approx(np.full((4, 2), 0.8))
+    assert len(gain_parts.rise_of_rope(rows, 512, 3.5 + 1.5 / 8)) == 0  # RoPE was always better at L
     cells = {x.split("|")[1].strip(): x.split("|")[5].strip() for x in tables.rises_section(rows)[2:]}
     assert cells["`alibi`"].startswith("-0.750") and cells["`none`"] == cells["`rope`"] == ""
 

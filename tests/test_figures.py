@@ -199,9 +199,9 @@ def test_lines_are_the_mean_losses_of_the_rows(all_figures, rows):
     [yarn] = [line for line in panel.lines if line.get_color() == colors["yarn"]]
     want = [np.exp(rows.losses("rope", "yarn", int(n)).mean()) for n in yarn.get_xdata()]
     assert yarn.get_ydata().tolist() == want and max(yarn.get_xdata()) == 2048
-    encodings = read_rows(RESULTS / "encodings.jsonl")
-    best = np.exp(encodings.losses("gemma3", "none", 256).mean())
-    assert figures.reach(encodings).axes[0].lines[0].get_xdata() == pytest.approx(best)
+    of = read_rows(RESULTS / "encodings.jsonl")
+    want = [np.exp(of.losses("gemma3", x, n).mean()) for x, n in (("none", 256), ("none", 2048), ("yarn", 2048))]
+    assert [dict(zip(*line.get_data()[::-1], strict=True))[0] for line in figures.reach(of).axes[0].lines] == want
 
 
 @pytest.mark.parametrize("loss", [2.882, 3.5, 7.0])

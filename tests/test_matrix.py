@@ -17,7 +17,7 @@ from engine import checkpoint
 from engine.run import Run
 from model import gpt
 from model.scaling import NO_CHANGE, resolve
-from studies import matrix, plan, tables
+from studies import gain_parts, matrix, plan
 from studies.jobs import gather
 from studies.plan import Job
 from studies.rows import RESULTS, StudyRow, read_rows
@@ -147,7 +147,7 @@ def test_a_model_from_elsewhere_is_evaluated_and_copies(tmp_path, monkeypatch):
         for label in ("none", "rerope + logn")
     }
     assert lengths == {"none": {8, 16, 32, 64, 128}, "rerope + logn": {64, 128}}
-    assert tables.part_of_gain(rows, "smollm2-sympy", "yarn", 128, reward=True).shape == (1, 3)
+    assert gain_parts.part_of_gain(rows, "smollm2-sympy", "yarn", 128, reward=True).shape == (1, 3)
     [copied] = rows.find("copying-smollm2", "yarn", 128).values()
     assert len(copied.hits) == 4 and copied.part == "real"
 
@@ -159,8 +159,8 @@ def test_rope_has_all_methods_and_its_fine_tunings_a_headroom(here):
     rows = read_rows(here / "rows.jsonl")
     labels = {row.label for row in rows.rows if row.name == "rope"}
     assert {"ntk", "rerope", "ntk_by_parts", "pi factor=8.0", "yarn + logn"} <= labels
-    reward = tables.part_of_gain(rows, "rope", "yarn", 256, reward=True)
-    assert tables.headroom(rows, 256).shape == reward.shape == (1, 4)
+    reward = gain_parts.part_of_gain(rows, "rope", "yarn", 256, reward=True)
+    assert gain_parts.headroom(rows, 256).shape == reward.shape == (1, 4)
 
 
 @pytest.mark.slow

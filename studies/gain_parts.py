@@ -1,0 +1,100 @@
+"""What gains and differences of the study consist of: tax and reward, headroom, chance, the rise of an equal RoPE."""
+
+import math
+
+import numpy as np
+
+from measure.intervals import half_width, ratio_interval
+from studies.plan import SHORTER
+from studies.rows import BAR, Rows, Seeds, difference
+
+CATEGORIES = ("none", "< L / 4", "< L", "< n", ">= n")  # of targets, by the distance to their antecedent
+
+# ---- tax and reward ----
+
+
+def category(group: str, L: int, n: int) -> str:
+    """Of a group of measure/breakdowns.py, such as `< 64`, in an evaluation at length n."""
+    sign, _, edge = group.partition(" ")
+    if sign in ("none", ">="):
+        return ">= n" if edge else "none"
+    return next((name for name, end in (("< L / 4", L / 4), ("< L", L), ("< n", n)) if int(edge) <= end), ">= n")
+
+
+def gains_of_groups(rows: Rows, run: str, label: str, n: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Group of targets -> the gain of all its targets, nats, and their number: both [seeds, documents].
+
+    Of the seeds whose losses are known by group; empty if there are none.
+    """
+    bars, found = rows.find(run, BAR, n), rows.find(run, label, n)
+    pairs = [(bars[seed].groups, found[seed].groups) for seed in sorted(bars.keys() & found.keys())]
+    pairs = [(bar, method) for bar, method in pairs if bar and method]
+    return {
+        group: (
+            np.array([np.subtract(bar[group][0], method[group][0]) for bar, method in pairs]),
+            np.array([method[group][1] for _, method in pairs]),
+        )
+        for group in (pairs[0][1] if pairs else ())
+    }
+
+
+def part_of_gain(rows: Rows, run: str, label: str, n: int, reward: bool) -> np.ndarray:
+    """The part of a gain from targets with an antecedent between L and n back (the reward), or all others (the tax).
+
+    Nats per token of all targets [seeds, documents]: the two add up to the gain.
+    """
+    groups = gains_of_groups(rows, run, label, n)
+    chosen = [nats for name, (nats, _) in groups.items() if (category(name, rows.trained_ctx, n) == "< n") == reward]
+    return sum(chosen, np.zeros(1)) / sum(counts for _, counts in groups.values()) if groups else np.array([])
+
+
+def fine_tuned(rows: Rows, n: int) -> Seeds:
+    """The better run that was fine-tuned at n tokens, directly or with YaRN, from the same seeds of rope."""
+    found = (rows.find(f"{method}-{n // rows.trained_ctx}L", "none", n) for method in ("none", "yarn"))
+    return min(filter(None, found), key=lambda seeds: difference(seeds, rows.find("rope", BAR, n)).mean(), default={})
+
+
+def headroom(rows: Rows, n: int) -> np.ndarray:
+    """How much lower the loss of the better fine-tuned run is than the better control's, [seeds, documents]."""
+    return difference(rows.find("rope", BAR, n), fine_tuned(rows, n))
+
+
+def share_of_headroom(rows: Rows, label: str, n: int) -> tuple[float, float, float] | None:
+    """The gain of rope with this method in the headroom, with its interval, on the seeds that have both.
+
+    None without seeds, or without headroom.
+    """
+    three = rows.find("rope", BAR, n), rows.find("rope", label, n), fine_tuned(rows, n)
+    shared = set.intersection(*map(set, three))
+    bar, method, tuned = ({seed: seeds[seed] for seed in shared} for seeds in three)
+    gains, most = difference(bar, method), difference(bar, tuned)
+    if not shared or most.mean() <= 0:
+        return None
+    return ratio_interval(gains, most)
+
+
+# ---- differences between runs ----
+
+
+def chance(losses: np.ndarray, trainings: int) -> float:
+    """What 95 % of the differences stay below, of the mean of so many trainings with that of so many others, nats.
+
+    losses: of trainings that differ only in the seed.
+    """
+    return float(half_width(2 * losses.var(ddof=1) / trainings, len(losses) - 1))
+
+
+def rise_of_rope(rows: Rows, n: int, loss: float) -> np.ndarray:
+    """How much the loss of rope without scaling rises from L to n tokens [seeds, documents], where this loss is at L.
+
+    Interpolated between rope and the runs of SHORTER; that of rope for lower losses, and empty for higher ones.
+    """
+    L, runs = rows.trained_ctx, [run for run in ("rope", *SHORTER) if rows.find(run, "none", n)]
+    known = sorted((rows.losses(run, "none", L).mean(), run) for run in runs)
+    if not known or loss > known[-1][0]:
+        return np.array([])
+    rises = [difference(rows.find(run, "none", n), rows.find(run, "none", L)) for _, run in known]
+    place = float(np.interp(loss, [x for x, _ in known], range(len(known))))
+    low, high, share = rises[int(place)], rises[math.ceil(place)], place % 1
+    seeds = min(len(low), len(high))
+    return (1 - share) * low[:seeds] + share * high[:seeds]
