@@ -183,10 +183,11 @@ def rope_jobs(size: Size, seed: int) -> Iterator[Job]:
 
 
 def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
-    """Every encoding and schedule at up to 32 L with the methods that belong to it, rope among them."""
-    lengths = size.lengths(*NEAR, *FAR)
+    """Every encoding and schedule at up to 32 L with the methods that belong to it, rope among them; bases to 8 L."""
+    near = size.lengths(*NEAR)
+    lengths = near + size.lengths(*FAR)
 
-    def own(name: str) -> Evaluation:
+    def own(name: str, lengths: tuple[int, ...] = lengths) -> Evaluation:
         if name == "gpt_oss":  # whose YaRN does not round its ramp
             return Evaluation(lengths, ("yarn",), ("++scaling.truncate=false",))
         return Evaluation(lengths, OWN.get(name, ("none",)))
@@ -200,10 +201,10 @@ def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
         yield replace(job, steps=steps)
     for base in BASES:
         settings = ("pos=rope", f"pos.base={base}")
-        yield from_scratch(size, "base", f"base{base}", seed, own(f"base{base}"), settings=settings)
+        yield from_scratch(size, "base", f"base{base}", seed, own(f"base{base}", near), settings=settings)
     turns = rotations(frequencies(size.training.model.head_width, 10000.0), size.L)  # of each pair within L
     complete = ("pos=rope_proportional", f"pos.rotary_fraction={(turns >= 1).double().mean().item()}")
-    yield from_scratch(size, "base", "complete_pairs", seed, own("complete_pairs"), settings=complete)
+    yield from_scratch(size, "base", "complete_pairs", seed, own("complete_pairs", near), settings=complete)
     abf = (f"pos.base={LARGER_BASE}", f"ctx={4 * size.L}")  # Xiong et al. train at a longer context, too
     changes: dict[str, tuple[str, ...]] = {"drope": ("pos=none",), "abf": abf, "rope_to_swan": ("layers=swan",)}
     for name, change in changes.items():
