@@ -30,9 +30,7 @@ def main() -> None:
     parser.add_argument("run", nargs="*", help="runs, or groups of seeds; all if none is named")
     parser.add_argument("--only", help="labels to show, such as none,window; all of them otherwise")
     parser.add_argument("--gain", action="store_true", help="print each curve's gain over the better control, too")
-    parser.add_argument(
-        "--task", help="compare curves of this task, such as recall; otherwise of the most common texts"
-    )
+    parser.add_argument("--task", help="compare curves of this task, such as recall; else of the most common texts")
     parser.add_argument("--threshold", type=float, default=0.8, help="of the effective context: accuracy from 0 to 1")
     parser.add_argument("--runs", default="runs", help="the folder of runs")
     parser.add_argument("--out", default="compare.png", help="the figure, in the folder of runs unless it has a /")

@@ -77,9 +77,8 @@ def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:
         print(warning)
     task, documents = evaluation.task, len(evaluation.task.names)
     others = " (the training's validation scores others)" if run.validation else ""
-    print_wrapped(
-        f"scored: {task.describe()}" + ("" if task.accuracy else f" of {documents} held-out documents{others}")
-    )
+    texts = "" if task.accuracy else f" of {documents} held-out documents{others}"
+    print_wrapped(f"scored: {task.describe()}{texts}")
     if documents < 24:
         print(f"note: there are only {documents} documents or examples for ctx={evaluation.ctx}: wide intervals")
 

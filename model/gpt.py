@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from conf.errors import UserError
+from conf.errors import UserError, check
 from conf.layer_schedule import describe as describe_layers
 from conf.registry import describe, yaml_name
 from conf.schema import ModelConfig, TrainConfig
@@ -260,17 +260,14 @@ def build_encoding(cfg: TrainConfig) -> Encoding:
     shape = Shape(m.width, m.n_heads, m.head_width, cfg.ctx)
     encoding = encodings.build(cfg.pos, shape)
     if cfg.layers:
-        if cfg.attention == "linear":
-            raise UserError(f"attention=linear: needs layers=uniform, not layers={cfg.layers.name}")
+        check(cfg.attention == "softmax", "attention", cfg.attention, f"softmax with layers={cfg.layers.name}")
         encoding = ScheduledEncodings(shape, encoding, cfg.pos, cfg.layers)
-    if cfg.attention == "linear" and m.qk_norm:
-        raise UserError("model.qk_norm=True: attention=linear has no use for it")
-    if cfg.attention == "linear" and m.attention_softcap is not None:
-        raise UserError(f"model.attention_softcap={m.attention_softcap}: attention=linear has no scores to cap")
-    if cfg.attention == "linear" and m.attention_gate != "none":
-        raise UserError(f"model.attention_gate={m.attention_gate}: must be none with attention=linear")
-    if cfg.attention == "linear" and (encoding.has_bias or encoding.sees_content):
-        raise UserError(f"attention=linear: has no scores that pos={yaml_name('pos', cfg.pos)} could change")
+    if cfg.attention == "linear":
+        check(not m.qk_norm, "model.qk_norm", m.qk_norm, "false with attention=linear")
+        check(m.attention_softcap is None, "model.attention_softcap", m.attention_softcap, "null with attention=linear")
+        check(m.attention_gate == "none", "model.attention_gate", m.attention_gate, "none with attention=linear")
+        if encoding.has_bias or encoding.sees_content:
+            raise UserError(f"attention=linear: has no scores that pos={yaml_name('pos', cfg.pos)} could change")
     return encoding
 
 

@@ -215,20 +215,14 @@ def measure(claim: Claim, rows: Rows) -> Result:
 # ---- the report ----
 
 
-def estimate_text(result: Estimate) -> str:
-    """`+1.234 [+1.100, +1.400]`; only the mean if it is exact."""
-    if not result.variance:
-        return f"{result.mean:+.3f}"
-    return interval_text(result.mean, *result.interval) + (" (one seed: documents only)" if result.seeds == 1 else "")
-
-
 def describe(check: Check, result: Estimate | None, rows: Rows) -> str:
     """`rope @512 - rope @256 > 0.69: +1.234 [+1.100, +1.400]`; with too few seeds the losses of each."""
     difference = f"{check.a} - {check.b}"
     if check.since is not None:
         difference = f"({difference}) since @{check.since}"
     if result is not None:
-        text = estimate_text(result)
+        text = interval_text(result.mean, *result.interval) if result.variance else f"{result.mean:+.3f}"  # exact
+        text += " (one seed: documents only)" if result.variance and result.seeds == 1 else ""
     elif min(check.seeds(rows)):
         each = (" ".join(f"{x:.2f}" for x in rows.losses(at.run, at.label, at.n)) for at in (check.a, check.b))
         text = f"losses {' against '.join(each)}"

@@ -45,18 +45,10 @@ CONTROL = {"color": color_of("methods", "window"), "linestyle": CONTROL_DASHES}
 # ---- lines ----
 
 
-def style_of(name: str) -> Style:
-    return {"color": color_of("encodings", name), "linestyle": "-"}
-
-
 def over_lengths(rows: Rows, run: str, label: str, name: str, style: Style) -> Line:
     """n -> the losses, of a run with a method."""
     ns = sorted({n for name, at, n in rows.by_condition if (name, at) == (run, label)})
     return {n: rows.losses(run, label, n) for n in ns}, name, style
-
-
-def window_control(rows: Rows) -> Line:
-    return over_lengths(rows, "rope", "window", "rope, window control", CONTROL)
 
 
 def draw_line(ax: Any, line: Line) -> None:
@@ -95,9 +87,8 @@ def round_numbers(axis: Any) -> None:
 def finish(fig: Any, space: int = 22) -> Any:
     """A logarithmic y axis, which all panels share, and the names of each panel's lines."""
     first = fig.axes[0]
-    first.set_yscale("log")
+    first.set(yscale="log", ylabel=PERPLEXITY)
     round_numbers(first.yaxis)
-    first.set_ylabel(PERPLEXITY)
     for ax in fig.axes:
         plots.end_labels(ax, space)
     return fig
@@ -129,9 +120,11 @@ def encodings(rows: Rows) -> Any:
     """The encodings of ENCODINGS without scaling, and rope's window control."""
     present = rows.runs("encodings")
     runs = {run: "NoPE (none)" if run == "none" else run for run in ENCODINGS if run in present}
-    lines = [over_lengths(rows, run, "none", name, style_of(run)) for run, name in runs.items()]
+    styles = {run: {"color": color_of("encodings", run), "linestyle": "-"} for run in runs}
+    lines = [over_lengths(rows, run, "none", name, styles[run]) for run, name in runs.items()]
+    lines.append(over_lengths(rows, "rope", "window", "rope, window control", CONTROL))
     title = f"Extrapolation of positional encodings past the trained context\n{describe_seeds(rows, runs)}"
-    return over_context(rows, {title: [*lines, window_control(rows)]}, width=9, space=34)
+    return over_context(rows, {title: lines}, width=9, space=34)
 
 
 def scaling(rows: Rows) -> Any:
@@ -172,17 +165,14 @@ def base(rows: Rows) -> Any:
         ax.axvline(x, color="#999999", linewidth=1, linestyle=dashes)
     text = f"{bound:,.0f}: lower bound on the base for L = {L} (Men et al.)\n"
     text += f"{matched:,.0f}: slowest pair rotates as often as in Llama 2"
-    ax.annotate(
-        text, (bound, 1), (4, -4), ("data", "axes fraction"), "offset points", va="top", color="#666666", fontsize=8
-    )
+    look = plots.GREY | {"fontsize": 8}
+    ax.annotate(text, (bound, 1), (4, -4), ("data", "axes fraction"), "offset points", va="top", **look)
 
     ax.set_yscale("log")
     ax.set_ylim(top=ax.get_ylim()[1] * 1.3)  # room for the text above
     finish(fig)
-    ax.set_xlabel("base of RoPE in pre-training")
-    ax.set_title(
-        f"RoPE with different bases, trained at {L} and evaluated at n tokens\n{describe_seeds(rows, runs.values())}"
-    )
+    title = f"RoPE with different bases, trained at {L} and evaluated at n tokens"
+    ax.set(xlabel="base of RoPE in pre-training", title=f"{title}\n{describe_seeds(rows, runs.values())}")
     return fig
 
 

@@ -26,16 +26,13 @@ def gains_of_groups(rows: Rows, run: str, label: str, n: int) -> dict[str, tuple
 
     Of the seeds whose losses are known by group; empty if there are none.
     """
-    bars, found = rows.find(run, BAR, n), rows.find(run, label, n)
-    pairs = [(bars[seed].groups, found[seed].groups) for seed in sorted(bars.keys() & found.keys())]
+    bars, methods, found = rows.find(run, BAR, n), rows.find(run, label, n), {}
+    pairs = [(bars[seed].groups, methods[seed].groups) for seed in sorted(bars.keys() & methods.keys())]
     pairs = [(bar, method) for bar, method in pairs if bar and method]
-    return {
-        group: (
-            np.array([np.subtract(bar[group][0], method[group][0]) for bar, method in pairs]),
-            np.array([method[group][1] for _, method in pairs]),
-        )
-        for group in (pairs[0][1] if pairs else ())
-    }
+    for group in pairs[0][1] if pairs else ():
+        gains = np.array([np.subtract(bar[group][0], method[group][0]) for bar, method in pairs])
+        found[group] = gains, np.array([method[group][1] for _, method in pairs])
+    return found
 
 
 def part_of_gain(rows: Rows, run: str, label: str, n: int, reward: bool) -> np.ndarray:

@@ -33,17 +33,8 @@ PLANNED = {2: 0.011, 4: 0.02, 8: 0.03}  # at so many L: half of the interval of 
 EXTENSIONS = {1: ("none",), 2: ("none", "yarn"), 4: ("none", "pi", "ntk", "yarn"), 8: ("none", "yarn")}
 EXTENDED_LENGTHS = {1: (1,), 2: (2,), 4: (4, 5, 8), 8: (8,)}
 BASES = (100, 500, 1_000_000)  # besides the default of 10000
-SEEDS = {
-    "rope": 8,
-    "finetune": 6,
-    "base": 4,
-    "encodings": 4,
-    "books": 4,
-    "ladder": 4,
-    "tasks": 3,
-    "real": 1,
-}  # of each part
-
+# Of each part
+SEEDS = {"rope": 8, "finetune": 6, "base": 4, "encodings": 4, "books": 4, "ladder": 4, "tasks": 3, "real": 1}
 FEWER_WINDOWS = ("encodings", "base", "ladder")  # a quarter of the others'
 # Methods -> the runs that are evaluated with them, besides none and the window control
 EVALUATED_WITH = {
@@ -61,11 +52,8 @@ OTHERS |= {"random_float": ("positions=random_float", "longest={L}")}  # then po
 OTHERS |= {"linear_attention": ("pos=rope", "attention=linear")}
 SHORTER = {"rope_half": 2, "rope_quarter": 4}  # rope with fewer steps, to compare at equal losses within L
 LARGER_BASE = 500_000  # of ABF, as Xiong et al. have it
-LADDER: dict[str, tuple[str, ...]] = {  # parameters -> the model; all heads have 64 dimensions, so the same frequencies
-    "0.7M": ("model.n_layers=2", "model.n_heads=2", "model.width=128"),
-    "3.7M": (),
-    "11M": ("model=tiny",),
-}
+# Parameters -> the model; all heads have 64 dimensions, so the same frequencies
+LADDER = {"0.7M": ("model.n_layers=2", "model.n_heads=2", "model.width=128"), "3.7M": (), "11M": ("model=tiny",)}
 TASKS = ("recall", "mqar")
 OF_TASKS = ("rope", "alibi", "kerple", "fox", "gemma3", "swan")
 SOLVED = 0.8  # the accuracy of the effective context
@@ -131,7 +119,6 @@ class Job:
     name: str
     seed: int
     train: tuple[str, ...]  # overrides of train.py
-    steps: int
     evaluations: tuple[Evaluation, ...]
     task: str = "matched"
     model: str = ""  # that is evaluated instead of a trained run: run= of eval.py
@@ -149,7 +136,7 @@ def from_scratch(size: Size, part: str, name: str, seed: int, *evaluations: Eval
     if name in choices("pos") and "max_positions" in yaml_values("pos", name):  # a table of positions needs all rows
         chosen += (f"pos.max_positions={max(n for x in evaluations for n in x.lengths)}",)
     train = (*chosen, *size.train, f"seed={seed}")
-    return Job(part, f"{name}-s{seed}", seed, train, size.training.steps, evaluations)
+    return Job(part, f"{name}-s{seed}", seed, train, evaluations)
 
 
 def from_run(
@@ -159,10 +146,10 @@ def from_run(
 
     steps: 0 for those of the size.
     """
-    exp, steps = (x for x in size.train if x.startswith("exp=")), steps or size.finetune_steps
-    common = (f"steps={steps}", f"seed={seed}", "val_windows=64", "optim=finetune")
+    exp = (x for x in size.train if x.startswith("exp="))
+    common = (f"steps={steps or size.finetune_steps}", f"seed={seed}", "val_windows=64", "optim=finetune")
     train = (*exp, f"init={run}-s{seed}", *common, *settings)
-    return Job(part, f"{name}-s{seed}", seed, train, steps, evaluations)
+    return Job(part, f"{name}-s{seed}", seed, train, evaluations)
 
 
 def rope_jobs(size: Size, seed: int) -> Iterator[Job]:
@@ -196,9 +183,8 @@ def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
     for name in sorted((*choices("pos"), *schedules, *OTHERS), key=lambda name: (name != "rope", name)):
         yield from_scratch(size, "encodings", name, seed, own(name))
     for name, divisor in SHORTER.items():
-        steps = size.training.steps // divisor
-        job = from_scratch(size, "encodings", name, seed, Evaluation(lengths), settings=("pos=rope", f"steps={steps}"))
-        yield replace(job, steps=steps)
+        settings = ("pos=rope", f"steps={size.training.steps // divisor}")
+        yield from_scratch(size, "encodings", name, seed, Evaluation(lengths), settings=settings)
     for base in BASES:
         settings = ("pos=rope", f"pos.base={base}")
         yield from_scratch(size, "base", f"base{base}", seed, own(f"base{base}", near), settings=settings)
@@ -242,7 +228,7 @@ def task_jobs(size: Size, seed: int) -> Iterator[Job]:
 def real_jobs(size: Size, seed: int) -> Iterator[Job]:
     def job(name: str, lengths: tuple[int, ...], *scored: str, **more: Any) -> Job:
         methods = Evaluation(lengths, ("pi", "ntk", "yarn")), Evaluation(lengths, WITH_LOGN, ("plus=logn",))
-        return Job("real", name, seed, (), 0, methods, model=REAL, scored=scored, **more)
+        return Job("real", name, seed, (), methods, model=REAL, scored=scored, **more)
 
     both = (REAL_CTX, 2 * REAL_CTX)
     for corpus, most in REAL_DOCUMENTS.items():

@@ -21,7 +21,6 @@ from conf.errors import user_errors
 from conf.registry import yaml_values
 from data import corpus as corpora
 from data.corpus import HeldOut
-from engine.files import write_atomically
 from hf.families import read_settings
 from hf.open import open_checkpoint, read_corpus
 from measure import tasks
@@ -29,7 +28,7 @@ from measure.breakdowns import antecedent_groups
 from measure.tasks.matched import Matched
 from studies.gain_parts import CATEGORIES, category, gains_of_groups
 from studies.plan import REAL, REAL_CTX, REAL_DOCUMENTS, REAL_TOKENS, load_size
-from studies.rows import RESULTS, Rows, fill, header, line, read_rows, rows_if_any
+from studies.rows import RESULTS, Rows, fill, header, line, publish, read_rows, rows_if_any
 from studies.tables import gain, text
 
 METHODS = ("yarn", "rerope + logn", "ntk", "pi")
@@ -75,10 +74,8 @@ def corpora_of_the_study(cache: str) -> Iterator[tuple[str, str, int, int, dict[
 
 def report(rows: Rows, cache: str) -> str:
     """The text of results/repeats.md. rows: of the plan rope."""
-    of_corpora, predictions = (
-        header(["run", "n / L", *CATEGORIES]),
-        header(["run", "n / L", "method", "predicted", "measured"]),
-    )
+    of_corpora = header(["run", "n / L", *CATEGORIES])
+    predictions = header(["run", "n / L", "method", "predicted", "measured"])
     for plan, run, L, n, found in corpora_of_the_study(cache):
         of_corpora.append(line([f"`{run}`", f"{n // L}", *(f"{100 * found[name]:.1f} %" for name in CATEGORIES)]))
         for label in METHODS:
@@ -95,9 +92,7 @@ def report(rows: Rows, cache: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Gains predicted from the repeats of a corpus: results/repeats.md")
     parser.add_argument("--cache", default=".cache", help="the folder of prepared corpora (default .cache)")
-    found = report(read_rows(RESULTS / "rope.jsonl"), parser.parse_args().cache)
-    write_atomically(RESULTS / "repeats.md", lambda f: f.write(found.encode()))
-    print(found)
+    publish("repeats.md", report(read_rows(RESULTS / "rope.jsonl"), parser.parse_args().cache))
 
 
 if __name__ == "__main__":

@@ -109,10 +109,6 @@ class Rows:
         """The names of the part's runs, without seeds."""
         return sorted({row.name for row in self.rows if row.part == part})
 
-    def lengths(self, part: str) -> list[int]:
-        """The lengths at which the part's runs were evaluated without scaling."""
-        return sorted({row.n for row in self.rows if row.part == part and row.label == "none"})
-
 
 def contrast(plus: Sequence[Seeds], minus: Sequence[Seeds] = (), others: Sequence[Seeds] = ()) -> np.ndarray:
     """The sum of the losses `plus` less that of the losses `minus`, nats per token [seeds, documents].

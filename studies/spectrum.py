@@ -107,11 +107,9 @@ def draw(by_method: dict[str, Tensor], ctx: int, title: str, path: Path) -> None
     ax.axhline(1, color="#999999", linewidth=1)
     place = {"xytext": (-4, 4), "textcoords": "offset points", "ha": "right"}
     ax.annotate(f"one rotation within {ctx} tokens", (1, 1), xycoords=("axes fraction", "data"), **place, **plots.GREY)
-    ax.set_yscale("log")
-    ax.set_xlabel("rotary pair, from high to low frequency")
-    ax.set_ylabel(f"rotations within {ctx} tokens")
+    ax.set(yscale="log", title=title)
+    ax.set(xlabel="rotary pair, from high to low frequency", ylabel=f"rotations within {ctx} tokens")
     plots.end_labels(ax, space=22)
-    ax.set_title(title)
     plots.save(fig, path, ".png", ".svg", ".pdf")
 
 

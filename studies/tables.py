@@ -6,6 +6,7 @@ nats per token with its 95 % interval and its q value.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -257,13 +258,10 @@ def precision_section(rows: Rows, run: str = "rope") -> list[str]:
 def targets_text(rows: Rows) -> str:
     """`the last 64 tokens of each of 8 windows in 32 held-out documents (2 windows at n = 4096)`"""
     nones = {row.n: row for row in rows.rows if row.label == "none"}
-    first = max(nones.values(), key=lambda row: len(row.scored_windows))
-    fewer = [
-        f"{len(row.scored_windows)} at n = {n}"
-        for n, row in sorted(nones.items())
-        if len(row.scored_windows) < len(first.scored_windows)
-    ]
-    what = f"{len(first.scored_windows)} windows in {first.documents} held-out documents"
+    windows = {n: len(row.scored_windows) for n, row in sorted(nones.items())}
+    most, first = max(windows.values()), rows.rows[0]
+    fewer = [f"{count} at n = {n}" for n, count in windows.items() if count < most]
+    what = f"{most} windows in {first.documents} held-out documents"
     note = f" (fewer windows: {', '.join(fewer)})" if fewer else ""
     return f"the last {round(first.targets_per_window)} tokens of each of {what}{note}"
 
@@ -271,21 +269,16 @@ def targets_text(rows: Rows) -> str:
 def rope_report() -> str:
     """The text of results/matrix.md."""
     rows = read_rows(RESULTS / "rope.jsonl")
-    about = {"L": rows.trained_ctx, "targets": targets_text(rows), "fewest": FEWEST, "wide": WIDE}
-    return fill(
-        "matrix.md",
-        **about,
-        noise=noise_section(rows, "rope"),
-        methods=methods_section(rows),
-        gains=gains_section(rows),
-        parts=parts_section(rows) or MISSING,
-        antecedents=antecedents_section(rows),
-        deployed=deployed_section(rows) or MISSING,
-        finetune=finetune_section(rows) or MISSING,
-        books=tables_of("books", "books-rope"),
-        precision=precision_section(rows),
-        cost=cost_section(rows),
-    )
+    tables = {"noise": noise_section(rows, "rope"), "methods": methods_section(rows), "gains": gains_section(rows)}
+    tables |= {"parts": parts_section(rows) or MISSING, "antecedents": antecedents_section(rows)}
+    tables |= {"deployed": deployed_section(rows) or MISSING, "finetune": finetune_section(rows) or MISSING}
+    tables |= {"books": tables_of("books", "books-rope"), "precision": precision_section(rows)}
+    return fill("matrix.md", **about(rows), **tables, cost=cost_section(rows))
+
+
+def about(rows: Rows) -> dict[str, Any]:
+    """What the texts around the tables of a plan say of its rows."""
+    return {"L": rows.trained_ctx, "targets": targets_text(rows), "fewest": FEWEST, "wide": WIDE}
 
 
 def tables_of(plan: str, run: str) -> list[str]:
@@ -298,15 +291,8 @@ def tables_of(plan: str, run: str) -> list[str]:
 def encodings_report() -> str:
     """The text of results/encodings.md."""
     rows = read_rows(RESULTS / "encodings.jsonl")
-    about = {"L": rows.trained_ctx, "targets": targets_text(rows), "fewest": FEWEST, "wide": WIDE}
-    return fill(
-        "encodings.md",
-        **about,
-        perplexities=encodings_section(rows),
-        rises=rises_section(rows),
-        bases=base_section(rows) or MISSING,
-        cost=cost_section(rows),
-    )
+    tables = {"perplexities": encodings_section(rows), "rises": rises_section(rows), "cost": cost_section(rows)}
+    return fill("encodings.md", **about(rows), **tables, bases=base_section(rows) or MISSING)
 
 
 def ladder_report() -> str:
@@ -330,15 +316,10 @@ def real_report() -> str:
     """The text of results/real.md."""
     rows, corpora = read_rows(RESULTS / "real.jsonl"), [*REAL_DOCUMENTS]
     counts = {row.name: row.documents for row in rows.rows if row.task == "matched"}
-    return fill(
-        "real.md",
-        **{corpus: tables_of("real", f"smollm2-{corpus}") for corpus in corpora},
-        L=rows.trained_ctx,
-        tokens=REAL_TOKENS,
-        documents=" and ".join(f"{counts[f'smollm2-{corpus}']} of `{corpus}`" for corpus in corpora),
-        copying=task_section(rows, "copying") or MISSING,
-        cost=cost_section(rows),
-    )
+    documents = " and ".join(f"{counts[f'smollm2-{corpus}']} of `{corpus}`" for corpus in corpora)
+    tables = {corpus: tables_of("real", f"smollm2-{corpus}") for corpus in corpora}
+    tables |= {"copying": task_section(rows, "copying") or MISSING, "cost": cost_section(rows)}
+    return fill("real.md", **tables, L=rows.trained_ctx, tokens=REAL_TOKENS, documents=documents)
 
 
 REPORTS = {"matrix.md": rope_report, "encodings.md": encodings_report, "tasks.md": tasks_report, "real.md": real_report}

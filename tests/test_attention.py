@@ -169,7 +169,7 @@ def test_rerope_clips_relative_positions(leak, block, monkeypatch):
     monkeypatch.setattr(masks, "QUERY_BLOCK", block)
     model, x = model_of("rope"), random_tokens(1, 24)
     trained = TrainedContext("rope", 12, model.pos.inv_freq)
-    change = resolve({"kind": "rerope", "size": 6, "leak": leak}, trained, 24, 24)
+    change = resolve({"kind": "rerope", "size": 6, "leak": leak, "always": False}, trained, 24, 24)
     slope = {None: 0.0, 4.0: 1 / 4, "auto": (12 - 6) / (24 - 6)}[leak]
     r = (torch.arange(24)[:, None] - torch.arange(24)).double()
     clipped = torch.where(r < 6, r, 6 + (r - 6) * slope)

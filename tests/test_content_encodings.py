@@ -224,8 +224,8 @@ SCORES = {"pope": pope_score, "fope": fope_score}
 # Knobs -> as if at which positions queries i and keys j are rotated
 MAPS = {
     "pi": ({"kind": "pi", "factor": 3.0}, lambda i, j: (i / 3, j / 3)),
-    "rerope": ({"kind": "rerope", "size": 5}, lambda i, j: (i, j) if i - j < 5 else (5, 0)),
-    "dual_chunk": ({"kind": "dual_chunk", "size": 5, "local": 2}, in_chunks),
+    "rerope": (helpers.yaml_values("scaling", "rerope") | {"size": 5}, lambda i, j: (i, j) if i - j < 5 else (5, 0)),
+    "dual_chunk": (helpers.yaml_values("scaling", "dual_chunk") | {"size": 5, "local": 2}, in_chunks),
 }
 
 

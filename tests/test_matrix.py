@@ -54,7 +54,7 @@ def test_a_plan_can_be_trained_and_evaluated_as_it_says(name):
         if job.model:
             continue  # it is not trained
         cfg = train_settings(*job.train)
-        assert (cfg.steps, cfg.seed, cfg.batch_tokens) == (job.steps, 0, size.training.batch_tokens)
+        assert (cfg.seed, cfg.batch_tokens) == (0, size.training.batch_tokens)
         if cfg.init:
             assert names.index(cfg.init) < names.index(job.name)
             parent = train_settings(*next(x.train for x in jobs if x.name == cfg.init))
@@ -77,7 +77,7 @@ def test_rows_are_those_of_the_evaluation_with_the_columns_of_the_study(here):
     run_train("steps=1", "name=a-s0", "pos=rope_interleaved")
     size = replace(plan.load_size("quick"), documents=3, windows=2)
     evaluations = (plan.Evaluation((32, 64, 128), ("yarn",)),)
-    job = Job("rope", "a-s0", 0, (), 1, evaluations)
+    job = Job("rope", "a-s0", 0, (), evaluations)
     run, lengths = opened("a-s0"), "ctx=[32,64,128]"
     run_eval("run=a-s0", lengths, "scaling=yarn", "by_antecedent=true", *plan.targets(job, size))
     rows = gather(job, run, size)
@@ -200,7 +200,7 @@ def test_several_jobs_at_a_time_wait_for_the_runs_that_they_start_from():
     order, both = [], threading.Barrier(2, timeout=20)
 
     def job(name: str, *train: str) -> Job:
-        return Job("encodings", name, 0, train, 1, ())
+        return Job("encodings", name, 0, train, ())
 
     def run(job: Job) -> list:
         order.append(f"{job.name} begins")

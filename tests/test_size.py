@@ -11,17 +11,17 @@ from tests.source import ROOT, code_lines, functions, imports_of, python_files, 
 
 # Limits, and where they are above the aim, the aim: a limit rises only with what a new feature needs
 BUDGETS = {
-    "commands": 556,
+    "commands": 544,
     "conf": 565,
     "data": 554,
-    "engine": 809,
+    "engine": 805,
     "kernels": 338,
-    "model": 1572,
-    "measure": 1476,
+    "model": 1553,
+    "measure": 1474,
     "hf": 1226,
-    "studies": 1834,
+    "studies": 1776,
     "bench": 333,
-    "product": 9248,
+    "product": 9168,
     "tests": 8000,
 }
 AIMS = BUDGETS | {

@@ -14,7 +14,7 @@ from torch import Tensor
 from model.attention import Where
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
 from model.scaling.lampe import Grained
-from tests.helpers import encoding_of, model_of
+from tests.helpers import encoding_of, model_of, yaml_values
 from tests.upstream import FILE, projection, wave
 
 ROWS = json.loads(FILE.read_text())
@@ -158,15 +158,15 @@ def test_self_extend_equals_longlm(given: dict[str, Any], want: Tensor):
     The second row is of their Llama_4_40.py, which rounds down as we do.
     """
     layer = Layer(given, "rope")
-    change = layer.scaled({"kind": "self_extend", "size": given["window"], "group": given["group"]}, 16)
-    check(layer.output(change), want)
+    knobs = yaml_values("scaling", "self_extend") | {"size": given["window"], "group": given["group"]}
+    check(layer.output(layer.scaled(knobs, 16)), want)
 
 
 @frozen("dual_chunk")
 def test_dual_chunk_equals_chunkllama(given: dict[str, Any], want: Tensor):
     """The third row has their factor on cos and sin for a text longer than max_position_embeddings: we have none."""
     layer = Layer(given, "rope")
-    change = layer.scaled({"kind": "dual_chunk", "size": None, "local": given["local"]}, given["L"])
+    change = layer.scaled(yaml_values("scaling", "dual_chunk") | {"local": given["local"]}, given["L"])
     assert change.attention_factor == 1
     factor = 1 + 0.05 * math.log(given["T"] / given["unscaled"])
     check(layer.output(ContextChange(position_map=change.position_map, attention_factor=factor)), want)
@@ -175,8 +175,8 @@ def test_dual_chunk_equals_chunkllama(given: dict[str, Any], want: Tensor):
 @frozen("string")
 def test_string_equals_its_authors(given: dict[str, Any], want: Tensor):
     layer = Layer(given, "rope")
-    change = layer.scaled({"kind": "string", "size": given["size"], "local": given["local"]}, given["T"])
-    check(layer.output(change), want)
+    knobs = yaml_values("scaling", "string") | {"size": given["size"], "local": given["local"]}
+    check(layer.output(layer.scaled(knobs, given["T"])), want)
 
 
 @frozen("lampe")

@@ -23,10 +23,8 @@ class Learned(Encoding):
         T = positions.shape[-1]
         # A clamp or a modulo would hide the error: the loss of repeated or untrained rows looks like extrapolation.
         if self.table.num_embeddings < T and not torch.compiler.is_compiling():
-            raise UserError(
-                f"pos=learned has {self.max_positions} positions and cannot process {T} tokens: "
-                f"train with pos.max_positions={T} (rows past the trained context stay untrained)"
-            )
+            right = f"train with pos.max_positions={T} (rows past the trained context stay untrained)"
+            raise UserError(f"pos=learned has {self.max_positions} positions and cannot process {T} tokens: {right}")
         return x + self.table(positions)
 
 

@@ -40,9 +40,7 @@ class Chunks(PositionMap):
         ]
 
 
-def scale(
-    trained: TrainedContext, n: int, size: int | None = None, local: int | None = None, always: bool = False
-) -> ContextChange:
+def scale(trained: TrainedContext, n: int, size: int | None, local: int | None, always: bool) -> ContextChange:
     """L here is the longest trained context. size: c in tokens, the largest position, None: 3 L / 4. local: tokens,
     None: L / 8. always: also at n <= L.
     """

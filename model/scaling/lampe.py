@@ -42,13 +42,7 @@ class Grained(PositionMap):
 
 
 def scale(
-    trained: TrainedContext,
-    n: int,
-    size: int | None = None,
-    tail: int | None = None,
-    rise: float = 0.86,
-    shift: float = -2.47,
-    always: bool = False,
+    trained: TrainedContext, n: int, size: int | None, tail: int | None, rise: float, shift: float, always: bool
 ) -> ContextChange:
     """L here is the longest trained context. size, tail: s1 and s2 in tokens, None: L / 16 and L / 40. always: also at
     n <= L, where M is less than n.

@@ -14,9 +14,7 @@ from model.scaling import ContextChange, NotApplicable, TrainedContext
 PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
 
 
-def scale(
-    trained: TrainedContext, n: int, size: int | None = None, leak: float | str | None = None, always: bool = False
-) -> ContextChange:
+def scale(trained: TrainedContext, n: int, size: int | None, leak: float | str | None, always: bool) -> ContextChange:
     """L here is the longest trained context. size: w in tokens, None: L / 2. leak: None clips, a number of at least 1,
     or "auto" for (n - w) / (L - w), with which no distance exceeds L. always: clip also at n <= L; distances from w to
     L are trained, so this raises the loss there (what it costs: docs/measuring.md).

@@ -28,9 +28,7 @@ class Grouped(PositionMap):
         return [Region(lambda m: m - self.near + 1, lambda m: m // self.group + shift, lambda n: n // self.group)]
 
 
-def scale(
-    trained: TrainedContext, n: int, size: int | None = None, group: int | str = "auto", always: bool = False
-) -> ContextChange:
+def scale(trained: TrainedContext, n: int, size: int | None, group: int | str, always: bool) -> ContextChange:
     """L here is the longest trained context. size: w in tokens, None: L / 2. group: tokens that share a position,
     "auto": the fewest with which no distance exceeds L. always: also at n <= L.
     """

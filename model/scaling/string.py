@@ -24,9 +24,7 @@ class Shifted(PositionMap):
         return [Region(lambda m: m - self.near + 1, lambda m: m - self.near + self.local)]
 
 
-def scale(
-    trained: TrainedContext, n: int, size: int | None = None, local: int | None = None, always: bool = True
-) -> ContextChange:
+def scale(trained: TrainedContext, n: int, size: int | None, local: int | None, always: bool) -> ContextChange:
     """L here is the longest trained context. size: S in tokens, None: L / 3; the paper advises L / 3 to L / 2. local: W
     in tokens, None: 32 or S / 2, whichever is less. No distance exceeds L up to n = L + S - W. always: also at n <= L.
     """
