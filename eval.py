@@ -83,7 +83,7 @@ def print_start(run: Run, requested: Method, evaluation: Evaluation) -> None:
         print(f"note: there are only {documents} documents or examples for ctx={evaluation.ctx}: wide intervals")
 
 
-main = command("eval")(evaluate)
+main = command("eval", evaluate)
 
 if __name__ == "__main__":
     main()

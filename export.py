@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from conf.errors import UserError, user_errors
+from conf.schema import TrainedRunConfig
 from engine.run import Run
 from hf.write import write_checkpoint
 
@@ -27,7 +28,7 @@ def main() -> None:
     out = Path(settings["out"])
     if out.exists():  # before the corpus is prepared
         raise UserError(f"out={out}: exists already: choose another folder or remove it")
-    run = Run.open(settings["run"], runs=settings["runs"], cache=settings["cache"])
+    run = Run.open(TrainedRunConfig(run=settings["run"], runs=settings["runs"], cache=settings["cache"]))
     model_type = write_checkpoint(run, out)
     print(f"{out}: {run.folder} as transformers' {model_type}: AutoModelForCausalLM.from_pretrained('{out}')")
 

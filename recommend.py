@@ -88,7 +88,7 @@ def recommend(cfg: RecommendConfig) -> None:
         print(f"\n{software}:\n  {setting}")  # one line each, to be pasted
 
 
-main = command("recommend")(recommend)
+main = command("recommend", recommend)
 
 if __name__ == "__main__":
     main()

@@ -15,7 +15,6 @@ from data.corpus import Corpus
 from engine import device as devices
 from engine.generate import generate
 from engine.run import Run, check_fits
-from model import gpt
 from model.decode import Decoder
 
 
@@ -27,14 +26,13 @@ def sample(cfg: SampleConfig) -> None:
     """
     # ---- the run, and the prompt in its tokens ----
     device = devices.start(cfg.device, cfg.kernel, many_lengths=True)
-    run = Run.open(cfg.run, runs=cfg.runs, cache=cfg.cache, device=device, scalings=cfg.scalings, exp=cfg.exp)
+    run = Run.open(cfg, device)
     assert isinstance(run.corpus, Corpus)  # our own runs have one
     encoding = run.corpus.encoding
     start = encoding.encode_ordinary(cfg.prompt)
     longest = max(1, len(start)) + cfg.tokens
     check_fits(run.cfg, run.model.pos, longest, cfg.scalings)
-    encoding_text = gpt.describe_encoding(run.cfg)
-    print(f"run: {run.name} ({run.reason}): {encoding_text}, trained at ctx {run.cfg.ctx}", file=sys.stderr)
+    print(run.describe(), file=sys.stderr)
 
     # ---- generate: each token is printed as it comes ----
     decoder = Decoder(run.model, lambda n: run.change(cfg.scalings, n, longest))
@@ -51,7 +49,7 @@ def sample(cfg: SampleConfig) -> None:
     print(f"{count} tokens, {speed:.0f} tokens/s, {len(start) + count} tokens in all", file=sys.stderr)
 
 
-main = command("sample")(sample)
+main = command("sample", sample)
 
 if __name__ == "__main__":
     main()

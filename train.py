@@ -53,7 +53,10 @@ def train(cfg: TrainConfig) -> None:
     """
     torch.set_flush_denormal(True)  # before init= reads weights (devices.start says why)
     folder = Path(cfg.runs, str(cfg.name))
-    parent = read_parent(cfg)
+    parent = None
+    if cfg.init:  # its settings are copied into cfg
+        parent = foreign_parent(cfg) if ":" in cfg.init else parent_run(cfg)
+        finetune.inherit(cfg, parent)
     check_settings(cfg)
     device = devices.start(cfg.device, cfg.kernel)
     if device.type == "cpu":
@@ -67,7 +70,8 @@ def train(cfg: TrainConfig) -> None:
         training = Training(cfg, folder, device, parent, state)
         state = parent = None  # free their tensors
         training.print_start()
-        with StopSignal() as stop, training.log, training.open_bar() as bar:
+        text = "step {n_fmt} of {total_fmt}, {elapsed}"
+        with StopSignal() as stop, training.log, progress_bar(cfg.steps, text, done=training.start) as bar:
             training.start_clock()
             while training.done < cfg.steps and not training.stopped:
                 training.step(bar)
@@ -79,15 +83,6 @@ def train(cfg: TrainConfig) -> None:
         training.print_end()
 
 
-def read_parent(cfg: TrainConfig) -> finetune.Parent | None:
-    """What init= names, whose settings are copied into cfg; None without init=."""
-    if not cfg.init:
-        return None
-    parent = foreign_parent(cfg) if ":" in cfg.init else parent_run(cfg)
-    finetune.inherit(cfg, parent)
-    return parent
-
-
 def check_settings(cfg: TrainConfig) -> None:
     """UserError for settings that are valid one by one but do not fit together.
 
@@ -95,8 +90,7 @@ def check_settings(cfg: TrainConfig) -> None:
     longer range than the encoding has.
     """
     distributed.local_rows(cfg.batch_tokens, cfg.ctx)  # UserError if they cannot be split
-    if cfg.shard and distributed.world() == 1:
-        raise UserError("shard=True: needs more than one process: torchrun --nproc_per_node=N train.py shard=true ...")
+    check(not cfg.shard or distributed.world() > 1, "shard", True, "false without torchrun --nproc_per_node=N ...")
     encoding = gpt.build_encoding(cfg)
     change = gpt.trained_scaling(cfg, gpt.trained_context(cfg, encoding))
     for knobs in cfg.scalings:
@@ -140,8 +134,7 @@ class Training:
         if cfg.recompute:
             recompute_blocks(self.model)
         bfloat16 = devices.uses_bfloat16(device, cfg.dtype)
-        linear = set(devices.linear_layers(self.model))
-        self.losses = distributed.wrap_model(self.model, device, cfg.shard, linear, bfloat16)
+        self.losses = distributed.wrap_model(self.model, device, cfg.shard, bfloat16)
         self.optimizers = make_optimizers(self.model, cfg.optim)
         self.done, self.seconds = 0, 0.0  # steps, and their time before this process
         if state:
@@ -259,9 +252,6 @@ class Training:
 
     # ---- output ----
 
-    def open_bar(self) -> tqdm:
-        return progress_bar(self.cfg.steps, "step {n_fmt} of {total_fmt}, {elapsed}", done=self.start)
-
     def print_start(self) -> None:
         """Print the model, its settings, what the run of init= was trained with, and what should be known of them."""
         cfg, held_out = self.cfg, len(self.corpus.held_out)
@@ -344,7 +334,7 @@ def training_batches(
     return list(zip(pieces(windows), pieces(positions[local_rows]), strict=True))  # [rows, ctx] each
 
 
-main = command("train")(train)
+main = command("train", train)
 
 if __name__ == "__main__":
     main()

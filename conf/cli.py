@@ -20,7 +20,7 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from conf.errors import UserError, report, user_errors
 from conf.registry import ROOT, choices
@@ -31,45 +31,41 @@ warnings.filterwarnings("ignore", "The version_base parameter is deprecated")  #
 # ---- main functions ----
 
 
-def command(config: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
+def command(config: str, main: Callable[[Any], None]) -> Callable[[], None]:
     """The main function of CONFIG.py from a function of checked settings, as hydra.main makes it.
 
     config: train, eval, recommend or sample. A UserError becomes one line, and the exit code is 1; in a sweep (-m) the
     jobs after it still run. Other exceptions are left to Hydra.
     """
+    failed: list[str] = []  # messages: an exception would keep the tensors of its job
+    process = os.getpid()
 
-    def decorate(main: Callable[[Any], None]) -> Callable[[], None]:
-        failed: list[str] = []  # messages: an exception would keep the tensors of its job
-        process = os.getpid()
+    @hydra.main(version_base="1.3", config_path=str(folder(config)), config_name=config)
+    def job(cfg: DictConfig) -> None:
+        parallel = os.getpid() != process  # hydra/launcher=joblib, which counts the jobs that raise
+        try:
+            settings = checked(config, cfg)
+            name = settings.name if config == "train" else f"{settings.run} {settings.scaling['kind']}"
+            out, err = (Prefixed(file, name) if parallel else file for file in (sys.stdout, sys.stderr))
+            with redirect_stdout(out), redirect_stderr(err):
+                main(settings)
+        except UserError as e:
+            if parallel:
+                raise
+            sweep = f"{' '.join(overrides())}: " if HydraConfig.get().mode == RunMode.MULTIRUN else ""
+            failed.append(f"{sweep}{e}")
+            report(failed[-1])
 
-        @hydra.main(version_base="1.3", config_path=str(folder(config)), config_name=config)
-        def job(cfg: DictConfig) -> None:
-            parallel = os.getpid() != process  # hydra/launcher=joblib, which counts the jobs that raise
-            try:
-                settings = checked(config, cfg)
-                name = settings.name if config == "train" else f"{settings.run} {settings.scaling['kind']}"
-                out, err = (Prefixed(file, name) if parallel else file for file in (sys.stdout, sys.stderr))
-                with redirect_stdout(out), redirect_stderr(err):
-                    main(settings)
-            except UserError as e:
-                if parallel:
-                    raise
-                sweep = f"{' '.join(overrides())}: " if HydraConfig.get().mode == RunMode.MULTIRUN else ""
-                failed.append(f"{sweep}{e}")
-                report(failed[-1])
+    @user_errors
+    @functools.wraps(main)
+    def run() -> None:
+        failed.clear()
+        check_command_line(config, sys.argv[1:])
+        job()
+        if failed:
+            sys.exit(1)
 
-        @user_errors
-        @functools.wraps(main)
-        def run() -> None:
-            failed.clear()
-            check_command_line(config, sys.argv[1:])
-            job()
-            if failed:
-                sys.exit(1)
-
-        return run
-
-    return decorate
+    return run
 
 
 def check_command_line(config: str, words: list[str]) -> None:
@@ -126,9 +122,7 @@ def compose(config: str, *overrides: str) -> DictConfig:
     with hydra.initialize_config_dir(str(folder(config)), version_base="1.3"):
         cfg = hydra.compose(config, list(overrides), return_hydra_config=True)
     HydraConfig.instance().set_config(cfg)
-    with open_dict(cfg):
-        del cfg["hydra"]
-    return cfg
+    return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
 
 
 def train_settings(*overrides: str) -> TrainConfig:

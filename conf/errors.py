@@ -17,10 +17,15 @@ class UserError(ValueError):
     """
 
 
-def check(ok: bool, setting: str, value: Any, right: str) -> None:
-    """Raise UserError("SETTING=VALUE: must be RIGHT") unless ok. right: what a valid value is, such as "at least 1"."""
+def ensure(ok: Any, message: str) -> None:
+    """Raise UserError(message) unless ok."""
     if not ok:
-        raise UserError(f"{setting}={str(value)[:100]}: must be {right}")
+        raise UserError(message)
+
+
+def check(ok: Any, setting: str, value: Any, right: str) -> None:
+    """Raise UserError("SETTING=VALUE: must be RIGHT") unless ok. right: what a valid value is, such as "at least 1"."""
+    ensure(ok, f"{setting}={str(value)[:100]}: must be {right}")
 
 
 @contextmanager

@@ -80,7 +80,11 @@ def resolve_type(letter: str, given: Any, ctx: int, pos: dict[str, Any]) -> Laye
     """A type of layer from its settings in a yaml."""
     setting = f"layers.{letter}"
     values = build_from_knobs(TypeSettings, given, setting)
-    window = window_in_tokens(setting, values.window, ctx)
+    window = values.window
+    ok = window is None or (window >= 1 if isinstance(window, int) else 0 < window <= 1)
+    check(ok, f"{setting}.window", window, "null, a number of tokens, or a fraction of ctx above 0.0 and at most 1.0")
+    if isinstance(window, float):
+        window = max(1, round(window * ctx))
     ok = values.sinks == 0 or (values.sinks > 0 and window is not None)
     check(ok, f"{setting}.sinks", values.sinks, "at least 0, and 0 without a window: every query sees all tokens")
     return LayerType(encoding_knobs(setting, values, ctx, pos), window, values.sinks, values.scaled)
@@ -100,14 +104,6 @@ def encoding_knobs(setting: str, values: TypeSettings, ctx: int, pos: dict[str, 
     ok = 0 < own.get("rotary_fraction", 1) <= 1
     check(ok, f"{setting}.rotary_fraction", values.rotary_fraction, "above 0 and at most 1")
     return {**pos, **own} if name or own else None
-
-
-def window_in_tokens(setting: str, window: float | None, ctx: int) -> int | None:
-    if window is None:
-        return None
-    ok = window >= 1 if isinstance(window, int) else 0 < window <= 1
-    check(ok, f"{setting}.window", window, "null, a number of tokens, or a fraction of ctx above 0.0 and at most 1.0")
-    return window if isinstance(window, int) else max(1, round(window * ctx))
 
 
 def describe(schedule: LayerSchedule) -> str:

@@ -25,7 +25,7 @@ from conf.registry import build_from_knobs, check_type, choices, has_type, yaml_
 class Rule:
     """A condition on a value. holds(value) tests it; the error message is `SETTING=VALUE: must be TEXT`."""
 
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], Any]  # what it returns is true or false
     text: str
 
 
@@ -45,14 +45,12 @@ def one_of(*names: str) -> Rule:
     return Rule(lambda x: x in names, f"{', '.join(names[:-1])} or {names[-1]}")
 
 
-PLUS = Rule(
-    lambda x: isinstance(x, list) and all(name in choices("scaling") for name in x),
-    f"names of conf/scaling: {', '.join(choices('scaling'))}",
-)
+METHODS = choices("scaling")
+PLUS = Rule(lambda x: has_type(x, list[str]) and {*x} <= {*METHODS}, f"names of conf/scaling: {', '.join(METHODS)}")
 SIZE = between(1, 2**24)  # far above any model's, and products of two fit 64 bits
 FOLDER = Rule(bool, "the path of a folder")
 CHOSEN = Rule(lambda x: isinstance(x.get("kind"), str), "chosen: a name, not removed")
-NAME = Rule(lambda x: bool(re.fullmatch(r"[\w-][\w.-]{,199}", x, re.A)), "at most 200 letters, digits, . _ -")
+NAME = Rule(lambda x: re.fullmatch(r"[\w-][\w.-]{,199}", x, re.A), "at most 200 letters, digits, . _ -")
 SHARE = Rule(lambda x: 0 <= x <= 1, "between 0 and 1")
 MOMENTUM = Rule(lambda x: 0 <= x < 1, "at least 0 and less than 1")
 TEMPERATURE = Rule(lambda x: x == 0 or x >= 0.001, "0 or at least 0.001")  # logits are divided by it, in float32
@@ -65,9 +63,7 @@ LENGTHS = Rule(
 )
 KEYS = Rule(lambda x: all(x), "a list of keys: [KEY,OBJECT.KEY]")
 DATA_RULES = {  # of the keys that every corpus has
-    "tokenizer": Rule(
-        lambda x: bool(re.fullmatch(r"bpe|bytes|gpt2|.+\.json", str(x))), "bpe, bytes, gpt2 or PATH.json"
-    ),
+    "tokenizer": Rule(lambda x: re.fullmatch(r"bpe|bytes|gpt2|.+\.json", str(x)), "bpe, bytes, gpt2 or PATH.json"),
     "vocab_size": Rule(lambda x: has_type(x, int) and 257 <= x <= 2**18, "a whole number from 257 to 262144"),
     "holdout": Rule(lambda x: has_type(x, int) and x >= 1, "a whole number of at least 1"),
 }
@@ -273,9 +269,9 @@ class MeasureConfig(TrainedRunConfig):
     def validate(self) -> None:
         """Also for settings of a model from elsewhere where the model is a run of ours, which has its own."""
         super().validate()
-        for name, value in (("data", self.data.get("kind")), ("train_ctx", self.train_ctx)):
-            check(value is None or ":" in (self.run or ""), name, value, FOREIGN_ONLY)
-        check(not self.ignore_keys or ":" in (self.run or ""), "ignore_keys", self.ignore_keys, FOREIGN_ONLY)
+        given = {"data": self.data.get("kind"), "train_ctx": self.train_ctx, "ignore_keys": self.ignore_keys}
+        for name, value in given.items():
+            check(not value or ":" in (self.run or ""), name, value, FOREIGN_ONLY)
 
 
 @dataclass

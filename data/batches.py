@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from conf.errors import UserError
+from conf.errors import ensure
 
 
 def batch(tokens: np.ndarray, step: int, *, seed: int, size: int, ctx: int) -> Tensor:
@@ -22,8 +22,7 @@ def batch(tokens: np.ndarray, step: int, *, seed: int, size: int, ctx: int) -> T
     the stream is too short for one epoch.
     """
     per_epoch = (len(tokens) - 1) // ctx - 1  # one fewer, since the offset can take ctx - 1 tokens
-    if per_epoch < 1:
-        raise UserError(f"ctx={ctx}: the training split has {len(tokens)} tokens and must have more than {2 * ctx}")
+    ensure(per_epoch >= 1, f"ctx={ctx}: the training split has {len(tokens)} tokens and must have more than {2 * ctx}")
     rows = []
     for window in range(step * size, (step + 1) * size):
         offset, order = _epoch(seed, window // per_epoch, per_epoch, ctx)

@@ -15,7 +15,7 @@ import rustbpe
 import tiktoken
 import tokenizers
 
-from conf.errors import UserError
+from conf.errors import UserError, ensure
 
 END = "<|endoftext|>"  # after every training document
 NAMES_OF_END = (END, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")  # in foreign checkpoints
@@ -109,11 +109,10 @@ class CheckpointTokenizer:
         sizes: of `token_bytes`. Tokenizers that put a space before the text are some bytes off; ones that normalise or
         drop characters are refused.
         """
-        if len(ids) and max(ids) >= self.n_vocab:
-            raise UserError(f"the tokenizer has token {max(ids)}, and the model's vocabulary has {self.n_vocab}")
-        n = len(text.encode())
-        if abs(int(sizes[np.asarray(ids, dtype=np.int64)].sum()) - n) > 1 + n // 1000:
-            raise UserError(f"the tokens of {name} do not add up to the {n} bytes of the text")
+        last = max(ids, default=0)
+        ensure(last < self.n_vocab, f"the tokenizer has token {last}, and the model's vocabulary has {self.n_vocab}")
+        n, counted = len(text.encode()), int(sizes[np.asarray(ids, dtype=np.int64)].sum())
+        ensure(abs(counted - n) <= 1 + n // 1000, f"the tokens of {name} do not add up to the {n} bytes of the text")
 
 
 def byte_letters() -> list[str]:

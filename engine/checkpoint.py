@@ -116,6 +116,6 @@ def restore(run: Path, state: dict[str, Any], model: nn.Module, optimizers: list
     with reading(run / "ckpt.pt"):
         if state["model"].keys() != model.state_dict().keys():  # torch would leave a lost weight as it was drawn
             raise ValueError("its weights are those of another model")
-        distributed.scatter_state(model, optimizers, state["model"], state["optimizer"])
+        distributed.scatter_state(model, optimizers, state)
     for group, values in zip([group for o in optimizers for group in o.param_groups], chosen, strict=True):
         group.update(values)

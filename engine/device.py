@@ -4,7 +4,6 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from torch import nn
 import kernels
 from conf.errors import UserError
 from engine import distributed
-from model.gpt import of_encoding
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
 
@@ -109,16 +107,9 @@ def uses_bfloat16(device: torch.device, dtype: str) -> bool:
     return cpu_gains_by_bfloat16()
 
 
-def linear_layers(model: nn.Module) -> Iterator[nn.Linear]:
-    """The linear layers whose weights autocast casts: all but those of the encoding, which computes in float32."""
-    for name, m in model.named_modules():
-        if isinstance(m, nn.Linear) and not of_encoding(name):
-            yield m
-
-
 def store_in_bfloat16(model: nn.Module) -> None:
     """Keep the weights of linear layers in bfloat16, in place: the values that autocast would compute in each pass."""
-    for m in linear_layers(model):
+    for m in distributed.linear_layers(model):
         m.weight = nn.Parameter(m.weight.to(torch.bfloat16), requires_grad=False)
 
 

@@ -11,7 +11,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from types import ModuleType
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from conf.errors import UserError, check
-from model.gpt import GPT
+from model.gpt import GPT, of_encoding
 
 TIMEOUT = timedelta(hours=3)  # of a collective: rank 0 may be preparing a large corpus
 
@@ -169,12 +169,10 @@ def gather_state(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any
     return {"model": weights, "optimizer": moments}
 
 
-def scatter_state(
-    model: nn.Module, optimizers: list[Optimizer], weights: dict[str, Tensor], moments: dict[str, Any]
-) -> None:
+def scatter_state(model: nn.Module, optimizers: list[Optimizer], state: dict[str, Any]) -> None:
     """Load what `gather_state` returned, in place. All ranks call it; the values are those of rank 0."""
     options = state_dicts().StateDictOptions(full_state_dict=True, broadcast_from_rank0=world() > 1)
-    weights, moments = (weights, moments) if rank() == 0 else ({}, {})
+    weights, moments = (state["model"], state["optimizer"]) if rank() == 0 else ({}, {})
     state_dicts().set_model_state_dict(model, weights, options=options)
     state_dicts().set_optimizer_state_dict(model, optimizers, moments, options=options)
 
@@ -193,12 +191,15 @@ class Losses(nn.Module):
         return self.model.losses(*args)
 
 
-def wrap_model(
-    model: GPT, device: torch.device, shard: bool, linear: Collection[nn.Module], bfloat16: bool
-) -> Callable[..., Tensor]:
+def linear_layers(model: nn.Module) -> list[nn.Linear]:
+    """The linear layers whose weights autocast casts: all but those of the encoding, which computes in float32."""
+    return [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and not of_encoding(name)]
+
+
+def wrap_model(model: GPT, device: torch.device, shard: bool, bfloat16: bool) -> Callable[..., Tensor]:
     """Move a model that was built on the CPU to its device or devices. Returns the model.losses to train with.
 
-    linear, bfloat16: the layers whose weights autocast casts, and whether it casts them to bfloat16.
+    bfloat16: whether autocast casts the weights of linear layers to bfloat16.
     """
     if not dist.is_initialized():
         model.to(device)
@@ -208,11 +209,11 @@ def wrap_model(
     if not shard:
         ids = [device.index] if device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(Losses(model.to(device)), device_ids=ids)
-    shard_model(model, device, linear, bfloat16)
+    shard_model(model, device, bfloat16)
     return model.losses
 
 
-def shard_model(model: GPT, device: torch.device, linear: Collection[nn.Module], bfloat16: bool) -> None:
+def shard_model(model: GPT, device: torch.device, bfloat16: bool) -> None:
     """Split the parameters over the processes (FSDP2), in place. Their values are those of rank 0.
 
     With bfloat16 the linear layers of blocks are gathered in bfloat16, as autocast would cast them, and gradients are
@@ -232,9 +233,9 @@ def shard_model(model: GPT, device: torch.device, linear: Collection[nn.Module],
     mesh, low = init_device_mesh(device.type, (world(),)), MixedPrecisionPolicy()
     if bfloat16:
         low = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    in_float32 = nn.ModuleList(
-        m for m in model.blocks.modules() if m not in linear and list(m.parameters(recurse=False))
-    )
+    linear = set(linear_layers(model))
+    others = [m for m in model.blocks.modules() if m not in linear and list(m.parameters(recurse=False))]
+    in_float32 = nn.ModuleList(others)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=low, ignored_params=set(in_float32.parameters()))
     # fully_shard(model) does not look into sharded blocks, so it finds their float32 parameters only under another

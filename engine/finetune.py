@@ -61,9 +61,9 @@ def choose_encoding(cfg: TrainConfig, old: TrainConfig) -> None:
             raise UserError(f"layers={cfg.layers['name']}: its pos={cfg.pos['kind']} must be chosen as well with init=")
         knobs = [key.removeprefix("pos.") for key in given if key.startswith("pos.")]
         cfg.pos = old.pos | {knob: cfg.pos[knob] for knob in knobs}
-    if "layers" in given or cfg.layers:
-        cfg.layers = layer_schedule.resolve(cfg.layers, cfg.model.n_layers, cfg.ctx, cfg.pos) if cfg.layers else None
-    else:
+    if cfg.layers:
+        cfg.layers = layer_schedule.resolve(cfg.layers, cfg.model.n_layers, cfg.ctx, cfg.pos)
+    elif "layers" not in given:
         cfg.layers = old.layers
     before, now = rotations(old), rotations(cfg)
     if before and not {pairs for pairs, _ in now} <= {pairs for pairs, _ in before}:
@@ -135,8 +135,6 @@ def describe(cfg: TrainConfig, factor: float) -> str:
 
 def describe_extension(cfg: TrainConfig, context: TrainedContext) -> str:
     """For the start of an evaluation: at which contexts this run was pre-trained and fine-tuned."""
-    scaling = describe_knobs("scaling", cfg.scaling)
-    return (
-        f"pre-trained {before(cfg)} ({cfg.pretrained['run']}), then trained at ctx {cfg.ctx} with scaling={scaling}: "
-        f"scaling=none keeps it, and the window control sees {context.longest_trained_ctx} tokens"
-    )
+    this = f"at ctx {cfg.ctx} with scaling={describe_knobs('scaling', cfg.scaling)}"
+    now = f"scaling=none keeps it, and the window control sees {context.longest_trained_ctx} tokens"
+    return f"pre-trained {before(cfg)} ({cfg.pretrained['run']}), then trained {this}: {now}"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from conf.errors import UserError
+from conf.errors import ensure
 from conf.schema import SampleConfig
 from data.tokenizer import AnyTokenizer
 from engine import device as devices
@@ -40,8 +40,7 @@ def generate(
         with devices.autocast(device, cfg.dtype):
             # The vocabulary of the model is padded to a multiple of 64 (data/tokenizer.py)
             logits = decoder.logits(text)[0, : encoding.n_vocab].float().cpu()
-        if not logits.isfinite().all():
-            raise UserError(f"the logits after {text.shape[1]} tokens are not finite (NaN or Inf)")
+        ensure(logits.isfinite().all(), f"the logits after {text.shape[1]} tokens are not finite (NaN or Inf)")
         token = draw(logits, cfg.temperature, cfg.top_k, generator)
         if token == encoding.eot_token:
             return

@@ -3,6 +3,7 @@
 import signal
 import sys
 import time
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -27,16 +28,10 @@ def progress_bar(total: float, show: str, done: int = 0, hidden: bool = False) -
     of tqdm's bar_format. hidden: print nothing.
     """
     terminal = sys.stderr.isatty()
-    return tqdm(
-        total=total,
-        initial=done,
-        dynamic_ncols=terminal,
-        disable=hidden or distributed.rank() > 0,
-        file=None if terminal else Lines(),
-        mininterval=0.5 if terminal else 15,
-        maxinterval=30,
-        bar_format="{percentage:3.0f}%" + ("|{bar}| " if terminal else " ") + show + "{postfix}",
-    )
+    text = "{percentage:3.0f}%" + ("|{bar}| " if terminal else " ") + show + "{postfix}"
+    output: Any = {"dynamic_ncols": True, "mininterval": 0.5} if terminal else {"file": Lines(), "mininterval": 15}
+    disable = hidden or distributed.rank() > 0
+    return tqdm(total=total, initial=done, disable=disable, maxinterval=30, bar_format=text, **output)
 
 
 class StopSignal:
@@ -46,8 +41,7 @@ class StopSignal:
     once. On exit the previous signal handlers are restored.
     """
 
-    def __init__(self) -> None:
-        self.number = 0  # of the signal that came
+    number = 0  # of the signal that came
 
     def __enter__(self) -> "StopSignal":
         self.handlers = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}

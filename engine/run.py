@@ -14,7 +14,7 @@ import torch
 
 from conf.errors import UserError, check
 from conf.registry import yaml_name
-from conf.schema import TrainConfig, from_dict
+from conf.schema import TrainConfig, TrainedRunConfig, from_dict
 from data import corpus as corpora
 from data.corpus import HeldOut
 from engine import checkpoint, distributed
@@ -43,31 +43,18 @@ class Run:
     scaling_follows_length: bool = False  # a Hugging Face model computes its trained scaling anew at each length
 
     @classmethod
-    def open(
-        cls,
-        name: str | None,
-        *,
-        runs: str,
-        cache: str,
-        device: torch.device | str = "cpu",
-        ctx: int = 1,
-        scalings: Sequence[dict] = (),
-        exp: str | None = None,
-    ) -> "Run":
-        """Open the run runs/NAME, or for None the newest run that can be evaluated at ctx tokens with these scalings.
+    def open(cls, wanted: TrainedRunConfig, device: torch.device | str = "cpu", ctx: int = 1) -> "Run":
+        """Open the run that is named, or for None the newest that can be evaluated at ctx tokens with these scalings.
 
-        ctx: 0 is the default of a run. scalings: the knobs of a scaling method and of those added to it. exp: with name
-        None, only runs that were trained with that experiment. cache: the folder of prepared corpora. UserError if
-        there is no such run, or if its corpus has changed since it was trained.
+        ctx: 0 is the default of a run. UserError if there is no such run, or if its corpus has changed since it was
+        trained.
         """
-        reason = "as named"
-        if name is None:
-            name, reason = newest_run(runs, ctx, scalings, exp)
-        folder, state = Path(runs, name), load_state("run", name, runs)
+        name, reason = (wanted.run, "as named") if wanted.run is not None else newest_run(wanted, ctx)
+        folder, state = Path(wanted.runs, name), load_state("run", name, wanted.runs)
         cfg: TrainConfig = state["cfg"]
-        check_fits(cfg, gpt.build_encoding(cfg), ctx, scalings)
+        check_fits(cfg, gpt.build_encoding(cfg), ctx, wanted.scalings)
         with distributed.rank0_first():
-            corpus = corpora.prepare(cfg.data, cache, state["tokenizer"])
+            corpus = corpora.prepare(cfg.data, wanted.cache, state["tokenizer"])
         if corpus.key != state["corpus"]:
             raise UserError(f"{folder}: its corpus has changed since the training, so nothing is held out: train again")
         with checkpoint.reading(folder / "ckpt.pt"):
@@ -116,8 +103,7 @@ def check_fits(cfg: TrainConfig, encoding: Encoding, ctx: int, scalings: Sequenc
     if encoding.max_positions is not None and ctx > encoding.max_positions:
         limit = f"pos={yaml_name('pos', cfg.pos)} has {encoding.max_positions} positions"
         raise NotApplicable(f"{limit} and cannot be evaluated at ctx={ctx} (train with pos.max_positions={ctx})")
-    if scalings:
-        resolve(scalings[0], gpt.trained_context(cfg, encoding), ctx, ctx, scalings[1:])
+    resolve(scalings[0], gpt.trained_context(cfg, encoding), ctx, ctx, scalings[1:])
 
 
 # ---- the runs in a folder ----
@@ -138,16 +124,16 @@ def find_runs(runs: str) -> dict[str, TrainConfig]:
     return found
 
 
-def newest_run(runs: str, ctx: int, scalings: Sequence[dict], exp: str | None) -> tuple[str, str]:
+def newest_run(wanted: TrainedRunConfig, ctx: int) -> tuple[str, str]:
     """(name of the run, the reason for the choice, which is printed). See Run.open for the arguments.
 
     Runs that do not fit are skipped and listed in the reason. UserError if no run fits.
     """
-    skipped = []
+    skipped, runs, exp = [], wanted.runs, wanted.exp
     fit = [(name, cfg) for name, cfg in find_runs(runs).items() if exp in (None, cfg.exp)]
     for name, cfg in sorted(fit, key=lambda item: item[1].exp == "smoke"):  # which learn nothing: the last choice
         try:
-            check_fits(cfg, gpt.build_encoding(cfg), ctx, scalings)
+            check_fits(cfg, gpt.build_encoding(cfg), ctx, wanted.scalings)
             return name, "the newest that fits" + (f"; skipped {'; '.join(skipped)}" if skipped else "")
         except NotApplicable as e:
             skipped.append(f"{name}: {e}")

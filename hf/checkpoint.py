@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from conf.cli import short
-from conf.errors import UserError
+from conf.errors import UserError, ensure
 from conf.registry import has_type
 
 # Keys that do not change the logits of one text
@@ -68,11 +68,6 @@ IMAGE_TENSORS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 # Key -> its value where it is absent, which has the type of every other value; or a type, where there must be a value
 # (int), or where None stands for an absent one (int | None)
 Keys = Mapping[str, Any]
-
-
-def ensure(ok: Any, message: str) -> None:
-    if not ok:
-        raise UserError(message)
 
 
 def read_json(path: Path) -> dict[str, Any]:

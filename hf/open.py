@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.errors import UserError, check
+from conf.errors import UserError, check, ensure
 from conf.registry import describe, yaml_values
 from conf.schema import EvalConfig, TrainConfig
 from data.corpus import Document, HeldOut, held_out_texts
@@ -24,7 +24,7 @@ from engine import checkpoint
 from engine.device import store_in_bfloat16, uses_bfloat16
 from engine.finetune import Parent
 from engine.run import Run, check_fits, default_ctx
-from hf.checkpoint import Checkpoint, ensure, open_folder
+from hf.checkpoint import Checkpoint, open_folder
 from hf.families import Family, read_settings
 from hf.gguf_file import open_gguf, open_pretrained
 from hf.weights import to_ours
@@ -133,8 +133,7 @@ def open_run(cfg: EvalConfig, device: torch.device) -> Run:
         cfg.ctx = cfg.ctx or 8192
         run = open_foreign(cfg, device)
     else:
-        settings = {"cache": cfg.cache, "exp": cfg.exp, "runs": cfg.runs}
-        run = Run.open(cfg.run, ctx=cfg.longest_ctx, scalings=cfg.scalings, device=device, **settings)
+        run = Run.open(cfg, device, cfg.longest_ctx)
         cfg.ctx = cfg.ctx or default_ctx(run.cfg, run.model.pos)
     if uses_bfloat16(device, cfg.dtype):
         store_in_bfloat16(run.model)

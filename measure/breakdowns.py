@@ -12,14 +12,13 @@
 Groups are computed from the losses of single targets that are in a file beside every curve; nothing is measured again.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from conf.errors import UserError, check
+from conf.errors import UserError, check, ensure
 from conf.schema import EvalConfig
 from data.held_out import ngram_hashes
 from engine import checkpoint
@@ -127,8 +126,7 @@ def target_losses(file: Path, row: Row) -> np.ndarray:
     UserError if the file of losses is missing.
     """
     path = losses_file(file, row)
-    if not path.exists():
-        raise UserError(f"{path}: no losses of single targets: evaluate again with fresh=true")
+    ensure(path.exists(), f"{path}: no losses of single targets: evaluate again with fresh=true")
     return np.load(path).astype(np.float64).reshape(row.documents, len(row.scored_windows), -1)
 
 
@@ -166,24 +164,20 @@ def group_rows(evaluation: Evaluation, curves: dict[str, Curve], method: Method,
 def show_groups(evaluation: Evaluation, curves: dict[str, Curve], method: Method, groups: Groups) -> None:
     """Print the gains of a method by group, and write their rows. curves: label -> curve.
 
-    The name of the file tells weights, method (as the curve's file), length and texts apart.
+    A group's line has its share of the targets, the loss of the control, and the gain at each length. The name of the
+    file tells weights, method (as the curve's file), length and texts apart.
     """
     rows, curve = group_rows(evaluation, curves, method, groups), evaluation.curve_file(method)
-    print_groups(rows, f"gain of {method.label} over the better control by {groups.title}, nats/token [95 %]")
-    name = f"{groups.title}-{curve.stem}-ctx{evaluation.ctx}-{evaluation.texts}.jsonl"
-    file = curve.parent / "groups" / name
-    with locked(curve.parent, wait=True):  # another evaluation of this run may write the same file
-        write_jsonl(file, rows)
-    print(f"rows: {file}")
-
-
-def print_groups(rows: Iterable[dict[str, Any]], title: str) -> None:
-    """A line for each group: its share of the targets, the loss of the control, and the gain at each length."""
-    print(f"\n{title}")
     lines: dict[str, dict] = {}
     for r in rows:
         cells = lines.setdefault(r["group"], {"share": f"{100 * r['share']:.1f} %"})
         if r["targets"]:
             cells.setdefault("control", f"{r['control']:.3f}")
             cells[r["n"]] = gain_text(r["gain"], r["low"], r["high"])
+    print(f"\ngain of {method.label} over the better control by {groups.title}, nats/token [95 %]")
     print_table(lines)
+    name = f"{groups.title}-{curve.stem}-ctx{evaluation.ctx}-{evaluation.texts}.jsonl"
+    file = curve.parent / "groups" / name
+    with locked(curve.parent, wait=True):  # another evaluation of this run may write the same file
+        write_jsonl(file, rows)
+    print(f"rows: {file}")

@@ -294,10 +294,9 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, s
     no softcap: with one, all scores of the block are computed.
     """
     if softcap is not None:
-        wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+        wide = [repeat_heads(x.to(torch.promote_types(x.dtype, torch.float32)), q.shape[1]) for x in (q, k, v)]
         with torch.autocast(q.device.type, enabled=False):
-            q_wide, *kv = wide
-            return attend_scores(q_wide, *(repeat_heads(x, q.shape[1]) for x in kv), mask, scale, softcap).to(q.dtype)
+            return attend_scores(*wide, mask, scale, softcap).to(q.dtype)
     mask = mask.expand(-1, q.shape[1], -1, -1)
     dtype = q.dtype if q.device.type == "cpu" else mask.dtype
     k, v = (x if q.device.type == "cpu" else repeat_heads(x, q.shape[1]) for x in (k, v))

@@ -22,14 +22,9 @@ from model.layer_schedule import ScheduledEncodings
 from model.pos import Encoding, Shape
 from model.scaling import NO_CHANGE, ContextChange, TrainedContext, resolve
 
-
-def squared_relu(x: Tensor) -> Tensor:
-    """So et al. 2021, arXiv 2109.08668."""
-    return F.relu(x).square()
-
-
 # swiglu and geglu: of the gate (Shazeer 2020, arXiv 2002.05202)
-ACTIVATIONS = {"gelu": gelu, "gelu_exact": F.gelu, "geglu": gelu, "swiglu": F.silu, "relu2": squared_relu}
+ACTIVATIONS = {"gelu": gelu, "gelu_exact": F.gelu, "geglu": gelu, "swiglu": F.silu}
+ACTIVATIONS |= {"relu2": lambda x: F.relu(x).square()}  # So et al. 2021, arXiv 2109.08668
 
 
 class MLP(nn.Module):

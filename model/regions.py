@@ -23,10 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def unchanged(positions: Tensor) -> Tensor:
-    return positions
-
-
 @dataclass(frozen=True)
 class Region:
     """The pairs of query m and the keys n < end(m), as far as no later region of the map has them.
@@ -37,8 +33,8 @@ class Region:
     """
 
     end: Callable[[Any], Any]  # of an int or a tensor of them
-    q: Callable[[Tensor], Tensor] = unchanged
-    k: Callable[[Tensor], Tensor] = unchanged
+    q: Callable[[Tensor], Tensor] = lambda m: m
+    k: Callable[[Tensor], Tensor] = lambda n: n
     slow: float = 1.0
     start: int = 0
 

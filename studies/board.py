@@ -76,9 +76,7 @@ def read_entry(folder: Path) -> Rows:
     board = settings_of(saved["size"])
     if other := [f"{key}={x} (it has {saved[key]})" for key, x in board.items() if saved.get(key, x) != x]:
         raise UserError(f"{folder}: not the settings of the board: {', '.join(other)}: delete it and measure it again")
-    seeds = min(
-        len(rows.find(rows.rows[0].name, label, n)) for label in ("none", "window") for n in size.lengths(*LENGTHS)
-    )
+    seeds = min(len(rows.find(pos, label, n)) for label in ("none", "window") for n in size.lengths(*LENGTHS))
     check(seeds >= FEWEST, f"{folder}: seeds", seeds, ENOUGH)
     return rows
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from conf.errors import check, user_errors
 from conf.registry import build_from_knobs, yaml_values
+from conf.schema import TrainedRunConfig
 from engine import device as devices
 from engine.progress import progress_bar
 from engine.run import Run
@@ -35,7 +36,7 @@ KEPT, WINDOWS = 4, 8  # so many of the best are varied; so many texts
 DEFAULTS = {"minutes": 5.0, "tries": 9999, "seed": 0, "runs": "runs", "cache": ".cache", "out": "results/divisors.png"}
 
 
-def training_windows(corpus: Any, ctx: int, count: int, rng: np.random.Generator) -> Tensor:
+def training_windows(corpus: Any, ctx: int, count: int, seed: int) -> Tensor:
     """Windows of training text, int64 [count, ctx + 1], which neither overlap nor cross the end of a document.
 
     UserError if there are too few.
@@ -43,7 +44,7 @@ def training_windows(corpus: Any, ctx: int, count: int, rng: np.random.Generator
     ends = [-1, *np.flatnonzero(corpus.train == corpus.encoding.eot_token).tolist(), len(corpus.train)]
     starts = [i for last, end in itertools.pairwise(ends) for i in range(last + 1, end - ctx, ctx + 1)]
     check(len(starts) >= count, "ctx", ctx, f"less: the training documents have {len(starts)} such texts, not {count}")
-    windows = [corpus.train[i : i + ctx + 1] for i in rng.choice(starts, count, replace=False)]
+    windows = [corpus.train[i : i + ctx + 1] for i in np.random.default_rng(seed).choice(starts, count, replace=False)]
     return torch.from_numpy(np.stack(windows).astype(np.int64))
 
 
@@ -81,11 +82,10 @@ def search(ctx: int, run: str, minutes: float, tries: int, seed: int, runs: str,
     """Measure single pairs, then search until `minutes` are over; print and draw the result."""
     check(min(seed, minutes) >= 0, "seed, minutes", f"{seed}, {minutes}", "at least 0")
     device, end = devices.start("auto", "auto"), time.monotonic() + 60 * minutes
-    opened = Run.open(run, runs=runs, cache=cache, device=device, ctx=ctx, scalings=[METHODS["pi"]])
+    opened = Run.open(TrainedRunConfig(run=run, runs=runs, cache=cache, scaling=METHODS["pi"]), device, ctx)
     L, inv_freq = opened.context.train_ctx, opened.context.inv_freq
     check(ctx > L, "ctx", ctx, f"above {L}, up to which {opened.name} was trained")
-    windows = training_windows(opened.corpus, ctx, 2 * WINDOWS, np.random.default_rng(seed))
-    texts, others = windows.to(device).split(WINDOWS)
+    texts, others = training_windows(opened.corpus, ctx, 2 * WINDOWS, seed).to(device).split(WINDOWS)
     s, pairs = ctx / L, range(len(inv_freq))
     with progress_bar(60 * minutes, "{elapsed}") as bar:
 

@@ -38,7 +38,7 @@ PERPLEXITY = "perplexity on the same targets"
 Style = dict[str, Any]  # colour and dashes of a line
 Line = tuple[dict[Any, np.ndarray], str, Style]  # (x -> losses [seeds], nats per token; its name; its style)
 
-DASHED, DOTTED = (0, (5, 1.5)), (0, (2, 1.5))
+DASHED = (0, (5, 1.5))
 CONTROL = {"color": color_of("methods", "window"), "linestyle": CONTROL_DASHES}
 
 
@@ -155,25 +155,18 @@ def base(rows: Rows) -> Any:
         points = {b: losses for b, run in runs.items() if len(losses := rows.losses(run, "none", n))}
         style = {"color": plots.pyplot().get_cmap("viridis")(0.85 * k / 3), "linestyle": "-"}
         draw_line(ax, (points, f"n = {n}", style))
-    ax.set_xscale("log")
+    ax.set(xscale="log", yscale="log")
     ax.set_xticks(list(runs), [f"{b:,.0f}" for b in runs], fontsize=8)
     ax.xaxis.set_minor_locator(NullLocator())
 
-    # two published rules for the base, as vertical lines
+    # two published rules for the base
     bound, matched = base_bound(HEAD_DIM, L), scale_matched_base(HEAD_DIM, L)
-    for x, dashes in ((bound, "-"), (matched, DOTTED)):
-        ax.axvline(x, color="#999999", linewidth=1, linestyle=dashes)
-    text = f"{bound:,.0f}: lower bound on the base for L = {L} (Men et al.)\n"
-    text += f"{matched:,.0f}: slowest pair rotates as often as in Llama 2"
-    look = plots.GREY | {"fontsize": 8}
-    ax.annotate(text, (bound, 1), (4, -4), ("data", "axes fraction"), "offset points", va="top", **look)
-
-    ax.set_yscale("log")
+    plots.mark(ax, bound, f"{bound:,.0f}: lower bound on the base for L = {L} (Men et al.)")
+    plots.mark(ax, matched, f"{matched:,.0f}: slowest pair rotates as often as in Llama 2", 1)
     ax.set_ylim(top=ax.get_ylim()[1] * 1.3)  # room for the text above
-    finish(fig)
     title = f"RoPE with different bases, trained at {L} and evaluated at n tokens"
     ax.set(xlabel="base of RoPE in pre-training", title=f"{title}\n{describe_seeds(rows, runs.values())}")
-    return fig
+    return finish(fig)
 
 
 def reach(rows: Rows) -> Any:

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from conf.errors import UserError, user_errors
+from conf.errors import UserError, ensure, user_errors
 from conf.registry import ROOT
 from engine.files import write_atomically
 from measure.intervals import mean_interval
@@ -64,8 +64,7 @@ def over_seeds(values: Iterable[Any]) -> Value:
 
 def interval(values: np.ndarray) -> Value:
     """values: [seeds, documents]"""
-    if not len(values):
-        raise UserError("no rows of it")
+    ensure(len(values), "no rows of it")
     return mean_interval(values)
 
 
@@ -99,8 +98,7 @@ def of_conditions(what: str, text: str, file: str) -> tuple[Value, Listed]:
     conditions = [read_condition(at, rows.trained_ctx) for at in text.split(" - ")]
     found = [rows.find(at.run, at.label, at.n) for at in conditions]
     used = [row for seeds in found for row in seeds.values()]
-    if not all(found):
-        raise UserError(f"{file}.jsonl has no rows of it")
+    ensure(all(found), f"{file}.jsonl has no rows of it")
     if what == "difference":
         result = compare(found[0], found[-1])
         if not result:
@@ -117,8 +115,7 @@ def of_fields(field: str, text: str) -> tuple[Value, Listed]:
     """FIELD of FILE KEY=VALUE ..."""
     file, *chosen = shlex.split(text.removeprefix("of "))
     rows = [row for row in read_any(file) if all(str(row.get(k)) == v for k, v in (x.split("=", 1) for x in chosen))]
-    if not rows:
-        raise UserError(f"{file}.jsonl has no such rows")
+    ensure(rows, f"{file}.jsonl has no such rows")
     value = over_seeds(np.mean(row[field]) for row in rows)
     if field == "gain":  # whose rows have its interval
         value = tuple(float(np.mean([row[end] for row in rows])) for end in ("gain", "low", "high"))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from conf.errors import UserError
+from conf.errors import UserError, ensure
 from conf.registry import ROOT
 from engine.files import write_atomically
 from measure.curves import Row
@@ -157,8 +157,7 @@ def read_rows(path: Path) -> Rows:
         raise UserError(f"{path}: not found: first python -m studies.matrix --plan {path.stem}") from None
     except (OSError, ValueError, TypeError):
         rows = []
-    if not rows:
-        raise UserError(f"{path}: not rows that studies.matrix wrote")
+    ensure(rows, f"{path}: not rows that studies.matrix wrote")
     return Rows(rows)
 
 
@@ -181,8 +180,8 @@ def header(cells: Sequence[str]) -> list[str]:
 
 
 def fill(report: str, /, **values: Any) -> str:
-    """The text of results/REPORT: its template in studies/reports with these values. A list: lines."""
-    texts = {key: "\n".join(value) if isinstance(value, list) else value for key, value in values.items()}
+    """The text of results/REPORT: its template in studies/reports with these values. A list: lines, none: no rows."""
+    texts = {key: "\n".join(x or ["No rows yet."]) if isinstance(x, list) else x for key, x in values.items()}
     return (Path(__file__).with_name("reports") / report).read_text(encoding="utf-8").format(**texts)
 
 

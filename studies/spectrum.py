@@ -84,9 +84,7 @@ def rotations_by_method(trained: TrainedContext, factor: float) -> dict[str, Ten
     """Method -> rotations of each pair within L tokens, float64 [P]. Prints the warning of a method that has one."""
     by_method = {}
     for name in METHODS:
-        knobs = yaml_values("scaling", name)
-        if "factor" in knobs:
-            knobs["factor"] = factor
+        knobs = {key: factor if key == "factor" else x for key, x in yaml_values("scaling", name).items()}
         if text := warning(knobs, trained):
             print(f"{name}: {text}")
         by_method[name] = rotations(scaled(trained, knobs, trained.train_ctx), trained.train_ctx)

@@ -20,7 +20,6 @@ from studies.gain_parts import chance, gains_of_groups, headroom, part_of_gain, 
 from studies.plan import EXTENSIONS, FACTOR, LADDER, PLANNED, REAL_DOCUMENTS, REAL_TOKENS, SHORTER, SOLVED, TASKS
 from studies.rows import BAR, RESULTS, Rows, compare, difference, fill, header, line, publish, read_rows, rows_if_any
 
-MISSING = ["No rows yet."]
 WIDE = 0.2  # nats: where the gains of seeds are in two groups and differ by more, they stand in place of an interval
 
 # ---- cells ----
@@ -185,7 +184,7 @@ def rises_section(rows: Rows) -> list[str]:
 
     Also the rise less that of rope at an equal loss at L. In the order of the rise at 8 L.
     """
-    L, cells = rows.trained_ctx, {}
+    L, cells, rise_at_8L = rows.trained_ctx, {}, {}
     ns = [multiple * L for multiple in (2, 8, 32)]
     for run, label in dict.fromkeys((run, label) for run, label, _ in rows.by_condition if label != "window"):
         inside = rows.find(run, "none", L)
@@ -197,13 +196,9 @@ def rises_section(rows: Rows) -> list[str]:
         trained = max((row.longest_trained_ctx for row in inside.values()), default=L)
         gains = [gain(rows, run, label, n) if n > trained else "" for n in ns]
         cells[name] = [*(estimate(x) if len(x) else "" for x in rises), *others, *gains]
-
-    def order(name: str) -> float:
-        rise = cells[name][1]
-        return rise.mean if isinstance(rise, Estimate) else np.inf
-
+        rise_at_8L[name] = rises[1].mean() if len(rises[1]) else np.inf
     columns = [f"{what}, {n // L} L" for what in ("rise", "less RoPE's", "gain") for n in ns]
-    return gain_table(columns, {name: cells[name] for name in sorted(cells, key=order)})
+    return gain_table(columns, {name: cells[name] for name in sorted(cells, key=lambda name: rise_at_8L[name])})
 
 
 def ladder_section(rows: Rows) -> list[str]:
@@ -270,8 +265,8 @@ def rope_report() -> str:
     """The text of results/matrix.md."""
     rows = read_rows(RESULTS / "rope.jsonl")
     tables = {"noise": noise_section(rows, "rope"), "methods": methods_section(rows), "gains": gains_section(rows)}
-    tables |= {"parts": parts_section(rows) or MISSING, "antecedents": antecedents_section(rows)}
-    tables |= {"deployed": deployed_section(rows) or MISSING, "finetune": finetune_section(rows) or MISSING}
+    tables |= {"parts": parts_section(rows), "antecedents": antecedents_section(rows)}
+    tables |= {"deployed": deployed_section(rows), "finetune": finetune_section(rows)}
     tables |= {"books": tables_of("books", "books-rope"), "precision": precision_section(rows)}
     return fill("matrix.md", **about(rows), **tables, cost=cost_section(rows))
 
@@ -285,21 +280,21 @@ def tables_of(plan: str, run: str) -> list[str]:
     """The tables of a run with every method: perplexity, gain, tax and reward."""
     rows = rows_if_any(plan)
     tables = [section(rows, run) for section in (methods_section, gains_section, parts_section)] if rows else []
-    return [text for table in tables if table for text in (*table, "")][:-1] or MISSING
+    return [text for table in tables if table for text in (*table, "")][:-1]
 
 
 def encodings_report() -> str:
     """The text of results/encodings.md."""
     rows = read_rows(RESULTS / "encodings.jsonl")
     tables = {"perplexities": encodings_section(rows), "rises": rises_section(rows), "cost": cost_section(rows)}
-    return fill("encodings.md", **about(rows), **tables, bases=base_section(rows) or MISSING)
+    return fill("encodings.md", **about(rows), **tables, bases=base_section(rows))
 
 
 def ladder_report() -> str:
     """The text of results/ladder.md."""
     rows = rows_if_any("ladder")
     if not rows:
-        return fill("ladder.md", sizes=MISSING, noise=MISSING, gains=MISSING, cost=MISSING)
+        return fill("ladder.md", sizes=[], noise=[], gains=[], cost=[])
     runs = [f"ladder-{name}" for name in LADDER]
     tables = {"sizes": by_length(rows, {run: f"`{run}`" for run in runs}), "noise": noise_section(rows, *runs)}
     return fill("ladder.md", **tables, gains=ladder_section(rows), cost=cost_section(rows))
@@ -308,8 +303,8 @@ def ladder_report() -> str:
 def tasks_report() -> str:
     """The text of results/tasks.md."""
     rows = rows_if_any("tasks")
-    found = {task: (rows and task_section(rows, task)) or MISSING for task in TASKS}
-    return fill("tasks.md", **found, cost=cost_section(rows) if rows else MISSING)
+    found = {task: task_section(rows, task) if rows else [] for task in TASKS}
+    return fill("tasks.md", **found, cost=cost_section(rows) if rows else [])
 
 
 def real_report() -> str:
@@ -318,7 +313,7 @@ def real_report() -> str:
     counts = {row.name: row.documents for row in rows.rows if row.task == "matched"}
     documents = " and ".join(f"{counts[f'smollm2-{corpus}']} of `{corpus}`" for corpus in corpora)
     tables = {corpus: tables_of("real", f"smollm2-{corpus}") for corpus in corpora}
-    tables |= {"copying": task_section(rows, "copying") or MISSING, "cost": cost_section(rows)}
+    tables |= {"copying": task_section(rows, "copying"), "cost": cost_section(rows)}
     return fill("real.md", **tables, L=rows.trained_ctx, tokens=REAL_TOKENS, documents=documents)
 
 

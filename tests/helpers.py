@@ -33,7 +33,7 @@ import train
 from conf import cli
 from conf.errors import UserError
 from conf.registry import ROOT, choices, yaml_values
-from conf.schema import EvalConfig, TrainConfig
+from conf.schema import EvalConfig, TrainConfig, TrainedRunConfig
 from data.corpus import Document, HeldOut
 from engine.compile import compile_blocks
 from engine.run import Run
@@ -327,6 +327,11 @@ def train_smoke_runs(folder: Path, cache: str, *runs: tuple[str, ...]) -> Path:
         for overrides in runs:
             run_train(*overrides)
     return folder
+
+
+def opened(name: str | None, **settings: str) -> Run:
+    """The run of this name."""
+    return Run.open(TrainedRunConfig(run=name, **settings))
 
 
 def start(script: str, *args: str, cwd: Path | None = None, **env: str) -> subprocess.Popen:

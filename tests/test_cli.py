@@ -19,7 +19,7 @@ import train
 from conf import cli
 from conf.errors import UserError
 from conf.registry import build_from_knobs, choices, describe, load_kind, yaml_name, yaml_values
-from conf.schema import SCHEMAS, from_dict
+from conf.schema import SCHEMAS, TrainedRunConfig, from_dict
 from engine.run import default_ctx, newest_run
 from model import gpt
 from tests import helpers
@@ -318,7 +318,8 @@ def test_runs_of_smoke_size_are_the_last_choice(here):
         run_train("steps=1", f"name={name}")
     config = here / "runs/mine/config.json"
     config.write_text(config.read_text().replace('"exp": "smoke"', '"exp": ""'))
-    assert newest_run("runs", 64, (), None)[0] == "mine" and newest_run("runs", 64, (), "smoke")[0] == "newest"
+    newest = [newest_run(TrainedRunConfig(exp=exp), 64)[0] for exp in (None, "smoke")]
+    assert newest == ["mine", "newest"]
 
 
 # ---- README.md and docs/*.md ----

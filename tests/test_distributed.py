@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import train
-from engine import checkpoint, device as devices, distributed
+from engine import checkpoint, distributed
 from engine.compile import compile_blocks, recompute_blocks
 from model import attention, gpt
 from tests.helpers import ROOT, SMALL, line_of, run_command, run_eval, run_train, start, train_settings, wait_until
@@ -178,8 +178,7 @@ def test_only_linear_layers_of_blocks_are_gathered_in_bfloat16(one_rank):
     norms = ("model.qk_norm=true", "model.qk_norm_weight=true")
     cfg = train_settings("exp=smoke", "dtype=bfloat16", "pos=fox", *norms)
     model, tokens, gathered = gpt.build(cfg, 64), torch.arange(48).view(2, 24), {}
-    linear = set(devices.linear_layers(model))
-    distributed.shard_model(model, torch.device("cpu"), linear, bfloat16=True)
+    distributed.shard_model(model, torch.device("cpu"), bfloat16=True)
     assert model.head.weight is model.tokens.weight
     block = model.blocks[0]  # while its MLP is computed, the parameters are gathered
     block.mlp.register_forward_pre_hook(lambda *_: gathered.update((k, p.dtype) for k, p in block.named_parameters()))

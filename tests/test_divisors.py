@@ -11,9 +11,8 @@ import torch.nn.functional as F
 
 from conf.errors import UserError
 from conf.registry import yaml_values
-from engine.run import Run
 from studies import divisors
-from tests.helpers import run_command, run_eval, run_train
+from tests.helpers import opened, run_command, run_eval, run_train
 
 NEVER = time.monotonic() + 1e6
 
@@ -36,11 +35,11 @@ def test_the_search_approaches_the_best_divisors_and_keeps_their_order():
 def test_windows_are_training_text_of_single_documents():
     text = np.where(np.isin(range(100), [19, 49, 99]), 0, range(1, 101))
     corpus = SimpleNamespace(train=text, encoding=SimpleNamespace(eot_token=0))
-    windows = divisors.training_windows(corpus, 23, 3, np.random.default_rng(0))
+    windows = divisors.training_windows(corpus, 23, 3, 0)
     # Of 24 tokens, in documents of 19, 29 and 49
     assert windows[:, 0].sort().values.tolist() == [21, 51, 75] and (windows.diff(dim=1) == 1).all()
     with pytest.raises(UserError, match="ctx=23"):
-        divisors.training_windows(corpus, 23, 4, np.random.default_rng(0))
+        divisors.training_windows(corpus, 23, 4, 0)
 
 
 @pytest.mark.process
@@ -52,8 +51,8 @@ def test_the_command_searches_on_a_run_and_what_it_prints_can_be_pasted(here, mo
     *_, pi, _, _, line = printed[0][1].splitlines()
     run_eval(*line.removeprefix("python eval.py ").split(), "documents=3")
     # The loss of PI on the same texts, from all logits
-    run = Run.open("x", runs="runs", cache=".cache")
-    texts = divisors.training_windows(run.corpus, 128, 16, np.random.default_rng(0))[:8]
+    run = opened("x")
+    texts = divisors.training_windows(run.corpus, 128, 16, 0)[:8]
     with torch.inference_mode():
         logits = run.model(texts[:, :-1], change=run.change([yaml_values("scaling", "pi")], 128, 128))[:, 64:]
     want = F.cross_entropy(logits.flatten(0, 1), texts[:, 65:].flatten()).item()

@@ -11,7 +11,7 @@ from conf.errors import UserError
 from engine.run import Run
 from model import spectrum
 from model.layer_schedule import ScheduledEncodings
-from tests.helpers import line_of, run_eval, run_train, train_smoke_runs
+from tests.helpers import line_of, opened, run_eval, run_train, train_smoke_runs
 
 pytestmark = pytest.mark.process
 
@@ -40,13 +40,9 @@ def changed(there, capsys):
 
     def train(*overrides: str, name: str = "new") -> tuple[Run, str]:
         run_train(*overrides, *FROZEN, f"name={name}", "fresh=true")
-        return trained(name), capsys.readouterr().out
+        return opened(name), capsys.readouterr().out
 
     return train
-
-
-def trained(name: str) -> Run:
-    return Run.open(name, runs="runs", cache=".cache")
 
 
 def same_weights(a: Run, b: Run) -> bool:
@@ -56,7 +52,7 @@ def same_weights(a: Run, b: Run) -> bool:
 
 
 def test_drope_keeps_all_weights_and_drops_the_rotation(changed, capsys):
-    (run, out), parent, tokens = changed("init=rope", "pos=none", name="drope"), trained("rope"), torch.arange(40)[None]
+    (run, out), parent, tokens = changed("init=rope", "pos=none", name="drope"), opened("rope"), torch.arange(40)[None]
     count = len(parent.model.state_dict())
     assert f"pos=rope -> pos=none: kept {count} tensors; dropped: nothing; newly initialised: nothing" in out
     assert "from rope: pre-trained with pos=rope; this run: ctx 64, scaling=none" in out
@@ -87,7 +83,7 @@ def test_a_larger_base_in_continued_training(changed):
 
 
 def test_coefficients_that_are_not_trained_are_those_of_the_settings(changed):
-    of_parent = trained("fope").model.pos.sums
+    of_parent = opened("fope").model.pos.sums
     assert not torch.equal(changed("init=fope", "++pos.context=20")[0].model.pos.sums, of_parent)
     run, _ = changed("init=fope", "layers=olmo3", "seed=1")
     assert torch.equal(run.model.pos.encodings[0].sums, of_parent)
@@ -96,24 +92,24 @@ def test_coefficients_that_are_not_trained_are_those_of_the_settings(changed):
 def test_rope_to_swan_keeps_the_frequencies_of_the_window_layers(changed):
     run, out = changed("init=rope", "layers=swan", "layers.L.window=16", "ctx=128", name="swan")
     assert "pos=rope -> pos=rope, layers=swan (GL) G.pos=none, L.window=16, L.scaled=False: kept" in out
-    assert isinstance(run.model.pos, ScheduledEncodings) and same_weights(run, trained("rope"))
+    assert isinstance(run.model.pos, ScheduledEncodings) and same_weights(run, opened("rope"))
     assert (run.context.train_ctx, run.context.longest_trained_ctx) == (64, 128)
     assert run.context.by_type[0].frequencies is None and run.context.by_type[1].frequencies is not None
     # And without windows again
     run, _ = changed("init=swan", "layers=uniform")
-    assert run.cfg.layers is None and same_weights(run, trained("rope"))
+    assert run.cfg.layers is None and same_weights(run, opened("rope"))
     # A schedule is kept, with its windows in tokens, where it is not changed
     run, _ = changed("init=olmo3", "ctx=128")
-    assert run.cfg.layers == trained("olmo3").cfg.layers and run.cfg.layers.types["L"].window == 32
+    assert run.cfg.layers == opened("olmo3").cfg.layers and run.cfg.layers.types["L"].window == 32
 
 
 def test_a_setting_of_the_parents_schedule_or_encoding_is_changed_alone(changed):
-    before = trained("olmo3").cfg.layers.types
+    before = opened("olmo3").cfg.layers.types
     run, out = changed("init=olmo3", "layers=olmo3", "layers.L.window=16")
     assert run.cfg.layers.types == {**before, "L": replace(before["L"], window=16)}
-    assert "layers=olmo3 (LG) L.window=16, L.scaled=False: kept" in out and same_weights(run, trained("olmo3"))
+    assert "layers=olmo3 (LG) L.window=16, L.scaled=False: kept" in out and same_weights(run, opened("olmo3"))
     run, _ = changed("init=t5", "++pos.buckets=8")
-    assert run.cfg.pos == {**trained("t5").cfg.pos, "buckets": 8}
+    assert run.cfg.pos == {**opened("t5").cfg.pos, "buckets": 8}
     assert changed("init=olmo3", "layers=uniform")[0].cfg.layers is None
 
 
@@ -133,7 +129,7 @@ def test_parameters_of_an_encoding_are_dropped_kept_or_new(changed, overrides, k
     assert re.search(r"-> .*: kept \d+ tensors; (.*)", out)[1] == kept
     if "layers=olmo3" in overrides:
         bias = run.model.state_dict()["pos.encodings.0.table.weight"]
-        assert torch.allclose(bias, trained("t5").model.state_dict()["pos.table.weight"])
+        assert torch.allclose(bias, opened("t5").model.state_dict()["pos.table.weight"])
 
 
 @pytest.mark.parametrize(

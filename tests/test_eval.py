@@ -22,7 +22,6 @@ from conf.registry import choices, yaml_values
 from data import corpus as corpora
 from data.corpus import Corpus
 from data.held_out import find_copies
-from engine.run import Run
 from measure import curves, tasks
 from measure.curves import Curve, Row, losses_file, read_curve, select_shared
 from measure.evaluation import NONE, WINDOW, Evaluation, Method, requested_method
@@ -471,7 +470,7 @@ def test_eval_measures_what_the_model_says(runs, capsys):
     """One length recomputed here, plainly, in float32 and window by window."""
     run_eval("run=rope", "ctx=256", "scaling=pi", "dtype=float32", "documents=6", "task.windows=3")
     out = capsys.readouterr().out
-    found, run = curves_of("rope", n=256, documents=6), Run.open("rope", runs="runs", cache=".cache")
+    found, run = curves_of("rope", n=256, documents=6), helpers.opened("rope")
     corpus, model = corpora.prepare(run.cfg.data, ".cache"), run.model
     ends = Matched(corpus, 256, 6, scored_tokens=64, windows=3, far_windows=1).ends
     pairs = zip(np.repeat(corpus.held_out[:6], 3), ends.ravel(), strict=True)
@@ -498,7 +497,7 @@ def test_eval_measures_what_the_model_says(runs, capsys):
 def test_the_accuracy_is_what_the_model_says(name, runs):
     """Computed here text by text, of a model with a window."""
     run_eval("run=rope", "ctx=[128]", f"task={name}", "documents=2", "dtype=float32")
-    run = Run.open("rope", runs="runs", cache=".cache")
+    run = helpers.opened("rope")
     task = built(name, run.corpus, 128, 2)
     rows = {r.distance: r for r in curves_of("rope", task=task.label)["window"].rows}
     assert list(rows) == [None, *task.distances(128)]

@@ -12,13 +12,12 @@ import torch
 import export
 import sample
 from conf.errors import UserError
-from engine.run import Run
 from hf import gguf_file
 from hf.gguf_file import INSTALL, open_gguf
 from hf.open import open_checkpoint, read_checkpoint
 from hf.tokenizer import WORDS, split_words
 from tests.gguf_files import random_model, write_gguf
-from tests.helpers import ROOT, run_eval, run_train, write_documents
+from tests.helpers import ROOT, opened, run_eval, run_train, write_documents
 from tests.hf_models import logits_of, rope_types, transformers
 
 pytestmark = pytest.mark.reference
@@ -165,12 +164,12 @@ def test_a_run_that_starts_from_a_checkpoint_is_one_of_ours(tmp_path, monkeypatc
     out = capsys.readouterr().out
     assert "from gguf:model.gguf: pre-trained at ctx 64; this run: ctx 128, scaling=pi (factor 2), 256 tokens" in out
     run_train("init=gguf:model.gguf", "name=drope", "pos=none", *TEXT, *SHORT, "optim.lr=1e-12")  # another encoding
-    assert "-> pos=none: kept" in capsys.readouterr().out and Run.open("drope", runs="runs", cache=".cache")
+    assert "-> pos=none: kept" in capsys.readouterr().out and opened("drope")
     cfg, weights, _ = read_checkpoint(before, 128)
     (tmp_path / "model.gguf").unlink()
     shutil.rmtree(".cache")
     run_eval("run=tuned", "ctx=[64,128]", "documents=2")
-    run = Run.open("tuned", runs="runs", cache=".cache")
+    run = opened("tuned")
     state = run.model.state_dict()
     assert state.keys() == weights.keys() and all(torch.allclose(state[k], weights[k], atol=1e-9) for k in state)
     assert run.cfg.model == cfg.model and run.cfg.pos == cfg.pos and run.trained_scaling(64).factor == 2.0

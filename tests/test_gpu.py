@@ -283,7 +283,7 @@ def test_one_step_of_ddp_on_one_device_is_the_step_without_it(tmp_path, kernel_b
     )
     try:
         device = torch.device(GPU, 0) if GPU == "cuda" else torch.device(GPU)
-        losses = distributed.wrap_model(model, device, shard=False, linear=(), bfloat16=False)
+        losses = distributed.wrap_model(model, device, shard=False, bfloat16=False)
         losses(tokens[:, :-1], tokens[:, 1:], None, NO_CHANGE).sum().backward()
     finally:
         torch.distributed.destroy_process_group()

@@ -14,14 +14,13 @@ from conf import layer_schedule
 from conf.errors import UserError
 from conf.registry import yaml_values
 from engine import checkpoint
-from engine.run import Run
 from model import gpt
 from model.scaling import NO_CHANGE, resolve
 from studies import gain_parts, matrix, plan
 from studies.jobs import gather
 from studies.plan import Job
 from studies.rows import RESULTS, StudyRow, read_rows
-from tests.helpers import ROOT, choices, command, run_eval, run_train, train_settings
+from tests.helpers import ROOT, choices, command, opened, run_eval, run_train, train_settings
 
 pytestmark = pytest.mark.process
 
@@ -67,10 +66,6 @@ def test_a_plan_can_be_trained_and_evaluated_as_it_says(name):
         for method in {m for evaluation in job.evaluations for m in evaluation.methods} - {"none"}:
             change = resolve(yaml_values("scaling", method), context, 8 * size.L, 8 * size.L)
             assert change.effect(8 * size.L, context) != NO_CHANGE.effect(8 * size.L, context), (job.name, method)
-
-
-def opened(name: str) -> Run:
-    return Run.open(name, runs="runs", cache=".cache")
 
 
 def test_rows_are_those_of_the_evaluation_with_the_columns_of_the_study(here):

@@ -10,7 +10,7 @@ import minimal
 from data.held_out import validation_windows
 from engine.run import Run
 from measure.curves import read_curve
-from tests.helpers import run_eval, train_smoke_runs
+from tests.helpers import opened, run_eval, train_smoke_runs
 
 pytestmark = pytest.mark.process
 
@@ -42,7 +42,7 @@ def folder(tmp_path_factory, cache) -> Path:
 def run(folder, cache, monkeypatch) -> Run:
     monkeypatch.setattr(minimal, "DEVICE", "cpu")
     monkeypatch.setattr(minimal, "BFLOAT16", False)
-    return Run.open("x", runs=str(folder / "runs"), cache=cache)
+    return opened("x", runs=str(folder / "runs"), cache=cache)
 
 
 def test_the_curves_of_a_run_are_those_of_eval(run, monkeypatch):

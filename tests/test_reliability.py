@@ -25,7 +25,7 @@ import sample
 import train
 from conf.cli import short
 from engine import checkpoint
-from engine.run import Run, find_runs
+from engine.run import find_runs
 from hf.open import open_foreign
 from measure import evaluation
 from measure.breakdowns import target_losses
@@ -94,7 +94,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(damage, x):
     refused = "runs/x/ckpt.pt: cannot be read as a checkpoint of this version ("
     assert line_of(run_train, "steps=2", "name=x").startswith(refused)
     if damage != "lost moments":  # which only a resumed training reads
-        assert line_of(lambda: Run.open("x", runs="runs", cache=".cache")).startswith(refused)
+        assert line_of(lambda: helpers.opened("x")).startswith(refused)
     assert not Path("executed").exists()
 
 
@@ -153,7 +153,7 @@ def test_no_file_of_a_run_or_a_cache_is_unpickled(here):
         f for folder in ("runs/x", "cache") for f in Path(folder).rglob("*") if f.is_file() and f.suffix != ".lock"
     ]
     assert len(files) >= 10
-    uses = (lambda: Run.open("x", runs="runs", cache="cache"), lambda: Run.open(None, runs="runs", cache="cache"))
+    uses = (lambda: helpers.opened("x", cache="cache"), lambda: helpers.opened(None, cache="cache"))
     assert_none_is_executed(files, *uses, lambda: compare.read_curves("runs", [], {}), losses_of_curves)
 
 

@@ -11,17 +11,17 @@ from tests.source import ROOT, code_lines, functions, imports_of, python_files, 
 
 # Limits, and where they are above the aim, the aim: a limit rises only with what a new feature needs
 BUDGETS = {
-    "commands": 544,
-    "conf": 565,
-    "data": 554,
-    "engine": 805,
+    "commands": 537,
+    "conf": 557,
+    "data": 548,
+    "engine": 775,
     "kernels": 338,
-    "model": 1553,
-    "measure": 1474,
-    "hf": 1226,
-    "studies": 1776,
+    "model": 1547,
+    "measure": 1470,
+    "hf": 1222,
+    "studies": 1757,
     "bench": 333,
-    "product": 9168,
+    "product": 9084,
     "tests": 8000,
 }
 AIMS = BUDGETS | {

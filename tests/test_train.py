@@ -16,13 +16,13 @@ from conf.schema import OptimConfig
 from data import corpus as corpora
 from engine import checkpoint
 from engine.optimizer import schedule
-from engine.run import Run
 from hf.tokenizer import of_run
 from measure.curves import read_curve
 from tests.helpers import (
     choices,
     command,
     line_of,
+    opened,
     run_eval,
     run_train,
     start,
@@ -253,7 +253,7 @@ def test_a_run_with_a_tokenizer_of_ones_own_needs_its_file_no_more(here, capsys)
     Path("own.json").unlink()
     run_train(*settings, "steps=2", "name=b")
     run_train("init=b", "steps=1", "name=c")
-    run = Run.open("c", runs="runs", cache="another")
+    run = opened("c", cache="another")
     assert run.step == 1 and run.corpus.encoding.eot_token == 511 == run.corpus.vocab_size - 1
 
 
@@ -291,7 +291,7 @@ def after_the_start(*_):
     raise SystemExit
 
 
-train.read_parent, train.Training = before_the_start, after_the_start
+train.check_settings, train.Training = before_the_start, after_the_start
 train.train(train_settings("name=x"))
 """
 

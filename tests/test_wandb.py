@@ -22,7 +22,7 @@ from measure.curves import read_curve, select_shared
 from measure.evaluation import Evaluation, requested_method
 from measure.gain import controls, gain
 from measure.wandb_curves import curve_config, curve_name, longest_not_worse
-from tests.helpers import command, curve_of, eval_settings, run_eval, run_train, train_smoke_runs
+from tests.helpers import command, curve_of, eval_settings, opened, run_eval, run_train, train_smoke_runs
 
 pytestmark = pytest.mark.process
 
@@ -79,7 +79,7 @@ def config_of(run: Run, settings: str, device: str = "cpu") -> dict[str, Any]:
 
 
 def test_names_and_configs_tell_any_two_measurements_apart(in_trained):
-    run = Run.open("x", runs="runs", cache=".cache")
+    run = opened("x")
     configs = [config_of(run, settings) for settings in MEASUREMENTS]
     configs += [config_of(dataclasses.replace(run, digest="f" * 64), ""), config_of(run, "", device="meta")]
     assert len(set(map(curve_name, configs))) == len(set(map(str, configs))) == len(MEASUREMENTS) + 2

@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 from pathlib import Path
 
-from conf.errors import UserError
+from conf.errors import UserError, ensure
 
 
 def package_folder(requirement: str) -> Path:
@@ -26,6 +26,5 @@ def package_folder(requirement: str) -> Path:
 def checked(documents: list[tuple[str, str]], sha256: str, install: str) -> list[tuple[str, str]]:
     """The documents, if their texts have this checksum when they are joined. install: the command to repair them."""
     found = hashlib.sha256("".join(text for _, text in documents).encode()).hexdigest()
-    if found != sha256:
-        raise UserError(f"data: the installed files are not those that are expected: {install}")
+    ensure(found == sha256, f"data: the installed files are not those that are expected: {install}")
     return documents

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError, check
+from conf.errors import check
 from kernels.angles import cos_sin, phase, rotate
 from kernels.rope import rope, rope_packed, uses_triton
 from model.pos import Encoding, Shape, constant
@@ -64,8 +64,7 @@ class Rope(Encoding):
     ):
         super().__init__(shape)
         head = shape.head_dim
-        if head % 2:
-            raise UserError(f"head_dim={head} (model.width / model.n_heads): RoPE rotates pairs, so it must be even")
+        check(head % 2 == 0, "head_dim", head, "even, as RoPE rotates pairs: model.width / model.n_heads")
         check(base >= 1, "pos.base", base, "at least 1")
         pairs = int(rotary_fraction * head / 2 + 1e-6)  # a fraction such as 6/22 must give back its 6
         ok = 0 < rotary_fraction <= 1 and pairs >= 1

@@ -9,7 +9,7 @@ sum. Therefore PE is multiplied by a learned scalar, which is initialised so tha
 import torch
 from torch import Tensor, nn
 
-from conf.errors import UserError, check
+from conf.errors import check
 from kernels.angles import cos_sin, phase
 from model.pos import Encoding, Shape, constant
 
@@ -21,8 +21,7 @@ class Sinusoidal(Encoding):
 
     def __init__(self, shape: Shape, base: float):
         super().__init__(shape)
-        if shape.width % 2:
-            raise UserError(f"model.width={shape.width}: pos=sinusoidal needs an even width")
+        check(shape.width % 2 == 0, "model.width", shape.width, "even with pos=sinusoidal")
         check(base >= 1, "pos.base", base, "at least 1")
         self.base = base
         self.scale = nn.Parameter(torch.tensor(0.02 * 2**0.5))
