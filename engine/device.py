@@ -13,6 +13,7 @@ from torch import nn
 import kernels
 from conf.errors import UserError
 from engine import distributed
+from model.gpt import linear_layers
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
 
@@ -109,7 +110,7 @@ def uses_bfloat16(device: torch.device, dtype: str) -> bool:
 
 def store_in_bfloat16(model: nn.Module) -> None:
     """Keep the weights of linear layers in bfloat16, in place: the values that autocast would compute in each pass."""
-    for m in distributed.linear_layers(model):
+    for m in linear_layers(model):
         m.weight = nn.Parameter(m.weight.to(torch.bfloat16), requires_grad=False)
 
 

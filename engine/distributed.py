@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from conf.errors import UserError, check
-from model.gpt import GPT, of_encoding
+from model.gpt import GPT, linear_layers
 
 TIMEOUT = timedelta(hours=3)  # of a collective: rank 0 may be preparing a large corpus
 
@@ -189,11 +189,6 @@ class Losses(nn.Module):
 
     def forward(self, *args: Any) -> Tensor:
         return self.model.losses(*args)
-
-
-def linear_layers(model: nn.Module) -> list[nn.Linear]:
-    """The linear layers whose weights autocast casts: all but those of the encoding, which computes in float32."""
-    return [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and not of_encoding(name)]
 
 
 def wrap_model(model: GPT, device: torch.device, shard: bool, bfloat16: bool) -> Callable[..., Tensor]:

@@ -176,8 +176,7 @@ def show_groups(evaluation: Evaluation, curves: dict[str, Curve], method: Method
             cells[r["n"]] = gain_text(r["gain"], r["low"], r["high"])
     print(f"\ngain of {method.label} over the better control by {groups.title}, nats/token [95 %]")
     print_table(lines)
-    name = f"{groups.title}-{curve.stem}-ctx{evaluation.ctx}-{evaluation.texts}.jsonl"
-    file = curve.parent / "groups" / name
+    file = curve.parent / f"groups/{groups.title}-{curve.stem}-ctx{evaluation.ctx}-{evaluation.texts}.jsonl"
     with locked(curve.parent, wait=True):  # another evaluation of this run may write the same file
         write_jsonl(file, rows)
     print(f"rows: {file}")

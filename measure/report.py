@@ -196,8 +196,9 @@ class Accuracy:
         print("\neffective context [95 %]: the longest n up to which the accuracy is at every length at least")
         lines = {}
         for name, c in runs.items():
-            ns, own = [row.n for row in c.overall], OWN * (c.overall[0].accuracy or math.inf)
-            levels = {f"{100 * self.threshold:g} %": self.threshold, f"{100 * OWN:g} % of its own at {ns[0]}": own}
+            ns = [row.n for row in c.overall]
+            levels = {f"{100 * self.threshold:g} %": self.threshold}
+            levels[f"{100 * OWN:g} % of its own at {ns[0]}"] = OWN * (c.overall[0].accuracy or math.inf)
             found = {k: [describe_context(n, ns) for n in effective_context(c, x)] for k, x in levels.items()}
             lines[name] = {k: f"{n} [{low}, {high}]" for k, (n, low, high) in found.items()}
         print_table(lines)

@@ -141,6 +141,11 @@ def of_encoding(name: str) -> bool:
     return name.startswith("pos.") or ".content." in name
 
 
+def linear_layers(model: nn.Module) -> list[nn.Linear]:
+    """The linear layers whose weights autocast casts: all but those of the encoding, which computes in float32."""
+    return [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and not of_encoding(name)]
+
+
 class GPT(nn.Module):
     """A decoder-only transformer: embeddings, blocks, a final norm and an output head.
 

@@ -120,8 +120,7 @@ def encodings(rows: Rows) -> Any:
     """The encodings of ENCODINGS without scaling, and rope's window control."""
     present = rows.runs("encodings")
     runs = {run: "NoPE (none)" if run == "none" else run for run in ENCODINGS if run in present}
-    styles = {run: {"color": color_of("encodings", run), "linestyle": "-"} for run in runs}
-    lines = [over_lengths(rows, run, "none", name, styles[run]) for run, name in runs.items()]
+    lines = [over_lengths(rows, run, "none", name, {"color": color_of("encodings", run)}) for run, name in runs.items()]
     lines.append(over_lengths(rows, "rope", "window", "rope, window control", CONTROL))
     title = f"Extrapolation of positional encodings past the trained context\n{describe_seeds(rows, runs)}"
     return over_context(rows, {title: lines}, width=9, space=34)
@@ -153,16 +152,16 @@ def base(rows: Rows) -> Any:
     fig, ax = plots.pyplot().subplots(figsize=(8, 4.8))
     for k, n in enumerate((L, 2 * L, 4 * L, 8 * L)):
         points = {b: losses for b, run in runs.items() if len(losses := rows.losses(run, "none", n))}
-        style = {"color": plots.pyplot().get_cmap("viridis")(0.85 * k / 3), "linestyle": "-"}
-        draw_line(ax, (points, f"n = {n}", style))
+        draw_line(ax, (points, f"n = {n}", {"color": plots.pyplot().get_cmap("viridis")(0.85 * k / 3)}))
     ax.set(xscale="log", yscale="log")
     ax.set_xticks(list(runs), [f"{b:,.0f}" for b in runs], fontsize=8)
     ax.xaxis.set_minor_locator(NullLocator())
 
-    # two published rules for the base
-    bound, matched = base_bound(HEAD_DIM, L), scale_matched_base(HEAD_DIM, L)
-    plots.mark(ax, bound, f"{bound:,.0f}: lower bound on the base for L = {L} (Men et al.)")
-    plots.mark(ax, matched, f"{matched:,.0f}: slowest pair rotates as often as in Llama 2", 1)
+    # two published rules for the base, named at the right one, as a text at the left one would cross its line
+    matched, bound = scale_matched_base(HEAD_DIM, L), base_bound(HEAD_DIM, L)
+    names = f"{bound:,.0f}: lower bound for L = {L} (Men et al.)\n{matched:,.0f}: slowest pair rotates as in Llama 2"
+    plots.mark(ax, matched, "")
+    plots.mark(ax, bound, names, 1)
     ax.set_ylim(top=ax.get_ylim()[1] * 1.3)  # room for the text above
     title = f"RoPE with different bases, trained at {L} and evaluated at n tokens"
     ax.set(xlabel="base of RoPE in pre-training", title=f"{title}\n{describe_seeds(rows, runs.values())}")
