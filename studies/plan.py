@@ -232,7 +232,8 @@ def real_jobs(size: Size, seed: int) -> Iterator[Job]:
 
     both = (REAL_CTX, 2 * REAL_CTX)
     for corpus, most in REAL_DOCUMENTS.items():
-        scored = f"task.scored_tokens={REAL_TOKENS}", f"documents={min(most, size.documents)}", f"data={corpus}"
+        documents = f"documents={min(most, size.documents)}"
+        scored = f"task.scored_tokens={REAL_TOKENS}", "task.windows=1", documents, f"data={corpus}"
         found = job(f"smollm2-{corpus}", both, *scored)
         shorter = tuple(REAL_CTX // k for k in (8, 4, 2))  # of what worth is context within L
         yield replace(found, evaluations=(Evaluation((*shorter, *both)), *found.evaluations))
