@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from conf.errors import UserError, user_errors
+from conf.registry import yaml_name
 from engine import checkpoint
 from engine.files import locked
 from engine.run import find_runs
@@ -133,7 +134,7 @@ def print_left_out(curves: Sequence[Curve], here: Row, configs: Configs) -> None
 def facts(row: Row, configs: Configs) -> dict[str, object]:
     """What the scored tokens of a row follow from, as far as it is known, and first what explains the most."""
     data = configs[row.run].data if row.run in configs else {}
-    known = {"corpus": data["kind"], "vocabulary": f"{data['tokenizer']} {data['vocab_size']}"} if data else {}
+    known = {"corpus": yaml_name("data", data), "vocabulary": "{tokenizer} {vocab_size}".format(**data)} if data else {}
     return {"task": row.task} | known | {"ctx": row.ctx, "documents": row.documents}
 
 

@@ -6,13 +6,12 @@ import random
 import re
 import sys
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from conf.registry import build_from_knobs, load_kind
 from data.corpora import books, hub, mqar, recall, tracking
+from data.corpus import call_corpus
 from tests.helpers import line_of, train_settings
 
 
@@ -35,23 +34,19 @@ def test_hub_documents_are_the_long_ones_of_a_real_dataset(tmp_path):
     texts = ["x" * n for n in (5, 100, 7, 200, 300)]
     datasets.Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "a.parquet")
     load = {"data_files": str(tmp_path / "a.parquet"), "split": "train"}
-    got = list(hub.stream("pg19", "parquet", 2, 50, **load))
+    got = list(hub.documents("parquet", load, 2, 50))
     assert [text for _, text in got] == [texts[1], texts[3]]
-    too_many = line_of(list, hub.stream("pg19", "parquet", 9, 50, **load))
+    too_many = line_of(list, hub.documents("parquet", load, 9, 50))
     assert too_many == "data.documents=9: parquet has 3 documents of 50 bytes"
 
 
-@pytest.mark.parametrize("corpus", ["pg19", "fineweb_edu"])
+@pytest.mark.parametrize("corpus", ["pg19", "fineweb_edu", "fineweb_edu_large"])
 def test_hub_corpora_without_network_or_library_are_one_line(corpus, monkeypatch):
-    knobs = {k: v for k, v in train_settings(f"data={corpus}").data.items() if k in ("kind", "documents", "min_bytes")}
-
-    def of_corpus(function: str) -> Any:
-        return build_from_knobs(load_kind("data.corpora", corpus, function, "data"), knobs, "data")
-
-    assert of_corpus("fingerprint")["documents"] == knobs["documents"]
+    data = train_settings(f"data={corpus}").data
+    assert call_corpus(data, "fingerprint")["corpus"] == data["dataset"]
     for module in (None, SimpleNamespace(load_dataset=Mock(side_effect=ConnectionError("no route\nmore")))):
         monkeypatch.setitem(sys.modules, "datasets", module)
-        assert line_of(list, of_corpus("documents")).startswith(f"data={corpus}: ")
+        assert line_of(call_corpus, data, "documents").startswith(f"data: {data['dataset']} ")
 
 
 # ---- notes between lines of code ----

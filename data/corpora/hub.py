@@ -1,23 +1,29 @@
-"""Long documents from a dataset on the Hugging Face hub. They are streamed, so the download ends with the last one."""
+"""Long documents from a dataset on the Hugging Face hub: data=pg19, data=fineweb_edu and fineweb_edu_large.
+
+They are streamed, so the download ends with the last one.
+"""
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
-from conf.errors import UserError
+from conf.errors import UserError, ensure
 
 
-def stream(corpus: str, dataset: str, documents: int, min_bytes: int, **load: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of the first `documents` rows whose text has at least min_bytes bytes.
+def fingerprint(dataset: str, load: dict, documents: int, min_bytes: int) -> dict:
+    return {"corpus": dataset, "load": load, "documents": documents, "min_bytes": min_bytes}
 
-    corpus: the name of our corpus, for messages. dataset: the name on the hub. load: further arguments of
-    datasets.load_dataset. UserError without the package or a network, and if the dataset has too few such documents.
+
+def documents(dataset: str, load: dict, documents: int, min_bytes: int) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of the first `documents` rows whose text has at least min_bytes bytes of UTF-8.
+
+    dataset: the name on the hub. load: further arguments of datasets.load_dataset. UserError without the package or a
+    network, and if the dataset has too few such documents.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         from datasets import load_dataset
     except ImportError:
-        raise UserError(f"data={corpus}: needs Hugging Face's datasets: pip install -e '.[hub]'") from None
+        raise UserError(f"data: {dataset} needs Hugging Face's datasets: pip install -e '.[hub]'") from None
     found = 0
     try:
         for i, row in enumerate(load_dataset(dataset, streaming=True, **load)):
@@ -29,6 +35,5 @@ def stream(corpus: str, dataset: str, documents: int, min_bytes: int, **load: An
     except Exception as e:  # of requests, httpx, huggingface_hub, fsspec and others: all mean the same to a user
         first = str(e).partition("\n")[0][:120]
         error = f"{dataset} could not be read from the hub ({type(e).__name__}: {first})"
-        raise UserError(f"data={corpus}: {error}: go online, or use data=sympy, data=books or data=text") from None
-    if found < documents:
-        raise UserError(f"data.documents={documents}: {dataset} has {found} documents of {min_bytes} bytes")
+        raise UserError(f"data: {error}: go online, or use data=sympy, data=books or data=text") from None
+    ensure(found == documents, f"data.documents={documents}: {dataset} has {found} documents of {min_bytes} bytes")
