@@ -6,7 +6,7 @@ a hash of everything that determines their content: the text, the tokenizer and 
     train.bin                       the training stream, uint16 or uint32, with END after every document
     val.bin                         the held-out documents one after another, the longest first
     copied.bin                      for each token of val.bin, whether it repeats training text: data/held_out.py
-    ranks.tiktoken, pattern.txt     the tokenizer; tokenizer.json, n_vocab.txt if it is that of a foreign checkpoint
+    ranks.tiktoken, pattern.txt     the tokenizer; none where it is a tokenizer.json, of a user or a foreign checkpoint
     meta.json                       dtype, names and lengths of the held-out documents
 """
 
@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from conf.errors import UserError, check, file_errors
+from conf.errors import check, ensure, file_errors
 from conf.registry import build_from_knobs, load_kind
 from data import tokenizer
 from data.held_out import Document, HeldOut, find_copies
+from data.tokenizer import NAMES_OF_END, CheckpointTokenizer
 
 FORMAT = 1  # version of the files; raise it when their format changes
 TOKENIZER_SETTINGS = ("tokenizer", "vocab_size", "holdout")  # keys of every yaml of conf/data; the others are knobs
@@ -59,14 +60,16 @@ def prepare(cfg: dict, cache: str, tokenizer_json: str | None = None) -> Corpus:
     if kind == "own" and not tokenizer_json:
         with file_errors(f"data.tokenizer={cfg['tokenizer']}"):
             tokenizer_json = Path(cfg["tokenizer"]).expanduser().read_text(encoding="utf-8", errors="replace")
+    given = None
     if tokenizer_json:
+        given = CheckpointTokenizer(tokenizer_json, None if kind == "own" else cfg["vocab_size"])
         shaping["tokenizer_json"] = hashlib.sha256(tokenizer_json.encode()).hexdigest()
     key = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cache) / f"{cfg['kind']}-{kind}-{key}"
     with file_errors(f"cache={cache}: {folder.name}"):
         if not folder.exists():
-            build(folder, cfg, tokenizer_json)
-        return open_prepared(folder, key, kind)
+            build(folder, cfg, given)
+        return open_prepared(folder, key, given or tokenizer.load(kind, folder))
 
 
 def call_corpus(cfg: dict, function: str) -> Any:
@@ -80,8 +83,8 @@ def call_corpus(cfg: dict, function: str) -> Any:
         return result if isinstance(result, dict) else list(result)  # reads the files
 
 
-def open_prepared(folder: Path, key: str, kind: str) -> Corpus:
-    """The corpus in a folder that `build` wrote. kind: of the tokenizer."""
+def open_prepared(folder: Path, key: str, encoding: tokenizer.AnyTokenizer) -> Corpus:
+    """The corpus in a folder that `build` wrote."""
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     dtype = np.dtype(meta["dtype"])
     train, val = (np.memmap(folder / name, dtype=dtype, mode="r") for name in ("train.bin", "val.bin"))
@@ -89,7 +92,6 @@ def open_prepared(folder: Path, key: str, kind: str) -> Corpus:
     names, lengths = zip(*meta["held_out"], strict=True)
     ends = np.cumsum(lengths)[:-1]
     held_out = [Document(*x) for x in zip(names, np.split(val, ends), np.split(copied, ends), strict=True)]
-    encoding = tokenizer.load(kind, folder)
     sizes = tokenizer.token_bytes(encoding)
     return Corpus(key, len(sizes), held_out, sizes, encoding.encode_ordinary, encoding.decode, encoding, train)
 
@@ -97,8 +99,8 @@ def open_prepared(folder: Path, key: str, kind: str) -> Corpus:
 # ---- preparing ----
 
 
-def build(folder: Path, cfg: dict, tokenizer_json: str | None) -> None:
-    """Write the corpus of cfg (a yaml of conf/data) to a new folder. tokenizer_json: see `prepare`.
+def build(folder: Path, cfg: dict, given: CheckpointTokenizer | None) -> None:
+    """Write the corpus of cfg (a yaml of conf/data) to a new folder. given: its tokenizer, None for one of ours.
 
     One process at a time does so; the others wait and use its folder.
     """
@@ -107,7 +109,7 @@ def build(folder: Path, cfg: dict, tokenizer_json: str | None) -> None:
         if folder.exists():
             return
         with new_folder(folder) as temporary:
-            _write(temporary, cfg, call_corpus(cfg, "documents"), tokenizer_json)
+            _write(temporary, cfg, call_corpus(cfg, "documents"), given)
 
 
 @contextmanager
@@ -143,12 +145,16 @@ def held_out_texts(cfg: dict) -> list[tuple[str, str]]:
     return split(call_corpus(cfg, "documents"), cfg["holdout"])[1]
 
 
-def _write(folder: Path, cfg: dict, documents: list[tuple[str, str]], tokenizer_json: str | None) -> None:
+def _write(folder: Path, cfg: dict, documents: list[tuple[str, str]], given: CheckpointTokenizer | None) -> None:
     """Split and tokenise the documents and write the files of the corpus."""
     train, held_out = split(documents, cfg["holdout"])
-    if not train or not held_out:
-        raise UserError(f"data: {len(documents)} documents with text: at least 2 are needed, as some are held out")
-    encoding = _tokenizer(cfg, train, held_out, tokenizer_json)
+    few = f"data: {len(documents)} documents with text: at least 2 are needed, as some are held out"
+    ensure(train and held_out, few)
+    encoding = given or tokenizer.train(cfg["tokenizer"], cfg["vocab_size"], (text for _, text in train))
+    if isinstance(encoding, CheckpointTokenizer):
+        check_tokenizer(encoding, cfg["tokenizer"], held_out)
+    else:
+        tokenizer.save(encoding, folder)
     dtype = np.dtype(np.uint16 if encoding.n_vocab <= 2**16 else np.uint32)
     with (folder / "train.bin").open("wb") as f:
         for start in range(0, len(train), DOCUMENTS_AT_ONCE):
@@ -160,7 +166,6 @@ def _write(folder: Path, cfg: dict, documents: list[tuple[str, str]], tokenizer_
     val.tofile(folder / "val.bin")
     stream = np.memmap(folder / "train.bin", dtype=dtype, mode="r")
     np.concatenate(find_copies(stream, held_out_tokens)).tofile(folder / "copied.bin")
-    tokenizer.save(encoding, folder)
     lengths = [[name, len(tokens)] for (name, _), tokens in zip(held_out, held_out_tokens, strict=True)]
     meta = json.dumps({"dtype": dtype.name, "held_out": lengths}, indent=1)
     (folder / "meta.json").write_text(meta, encoding="utf-8")
@@ -168,18 +173,12 @@ def _write(folder: Path, cfg: dict, documents: list[tuple[str, str]], tokenizer_
     print(f"data: {counts}, vocabulary {encoding.n_vocab}", file=sys.stderr)
 
 
-def _tokenizer(cfg: dict, train: list, held_out: list, tokenizer_json: str | None) -> tokenizer.AnyTokenizer:
-    """The tokenizer for these (name, text) pairs. UserError if a tokenizer.json does not fit them."""
-    if not tokenizer_json:
-        return tokenizer.train(cfg["tokenizer"], cfg["vocab_size"], (text for _, text in train))
-    own = cfg["tokenizer"] != "checkpoint"
-    encoding = tokenizer.CheckpointTokenizer(tokenizer_json, None if own else cfg["vocab_size"])
-    if encoding.eot_token < 0:
-        raise UserError(f"the tokenizer has none of {', '.join(tokenizer.NAMES_OF_END)} to end a document with")
+def check_tokenizer(encoding: CheckpointTokenizer, setting: str, held_out: list[tuple[str, str]]) -> None:
+    """UserError if a tokenizer.json does not fit these (name, text) pairs. setting: data.tokenizer."""
+    ensure(encoding.eot_token >= 0, f"the tokenizer has none of {', '.join(NAMES_OF_END)} to end a document with")
     sizes = encoding.token_bytes()
     for name, text in held_out:
         ids = encoding.encode_ordinary(text)
         right = f"a tokenizer that decodes to the text it has encoded, as byte-level ones do: {name} comes back changed"
-        check(not own or encoding.decode(ids) == text, "data.tokenizer", cfg["tokenizer"], right)
+        check(setting == "checkpoint" or encoding.decode(ids) == text, "data.tokenizer", setting, right)
         encoding.check(name, text, ids, sizes)
-    return encoding

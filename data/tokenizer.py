@@ -145,24 +145,16 @@ def token_bytes(encoding: AnyTokenizer) -> np.ndarray:
     return sizes
 
 
-def save(encoding: AnyTokenizer, folder: Path) -> None:
-    """Write ranks.tiktoken (tiktoken's format: base64 token and rank a line) and pattern.txt, or tokenizer.json and
-    n_vocab.txt."""
-    if isinstance(encoding, CheckpointTokenizer):
-        (folder / "tokenizer.json").write_text(encoding.content, encoding="utf-8")
-        (folder / "n_vocab.txt").write_text(str(encoding.n_vocab), encoding="utf-8")
-        return
+def save(encoding: tiktoken.Encoding, folder: Path) -> None:
+    """Write ranks.tiktoken (tiktoken's format: base64 token and rank a line) and pattern.txt."""
     ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
     lines = (base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks)
     (folder / "ranks.tiktoken").write_bytes(b"".join(lines))
     (folder / "pattern.txt").write_text(encoding._pat_str, encoding="utf-8")
 
 
-def load(kind: str, folder: Path) -> AnyTokenizer:
+def load(kind: str, folder: Path) -> tiktoken.Encoding:
     """The tokenizer that `save` wrote to folder. kind: its name."""
-    if kind in ("checkpoint", "own"):
-        n_vocab = int((folder / "n_vocab.txt").read_text(encoding="utf-8")) if kind == "checkpoint" else None
-        return CheckpointTokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"), n_vocab)
     # Not tiktoken's load_tiktoken_bpe: that caches by path, and a rebuilt vocabulary has the same path.
     lines = (line.split() for line in (folder / "ranks.tiktoken").read_bytes().splitlines())
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
