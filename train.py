@@ -209,8 +209,8 @@ class Training:
         saving |= self.stopped
         if not (logging or validating or saving):
             return
-        if logging:  # .item() waits for the GPU, so not at every step
-            point = {"loss": distributed.mean(self.loss).item(), "lr": self.lr}
+        if logging:  # which waits for the GPU, so not at every step
+            point = {"loss": distributed.mean(self.loss), "lr": self.lr}
             point |= {**self.throughput.measure(self.done), "grad_norm": self.norm.item()}
             self.log.point(self.done, point)
             bar.set_postfix_str(describe_point(point, (cfg.steps - self.done) * cfg.batch_tokens), refresh=False)
@@ -226,7 +226,7 @@ class Training:
 
     def check_finite(self) -> None:
         """UserError if a loss or the norm of a gradient was not finite, on any rank."""
-        if not (distributed.mean(self.health) + self.result.get("loss", 0.0)).isfinite():
+        if not math.isfinite(distributed.mean(self.health) + self.result.get("loss", 0.0)):
             last = f"{self.folder}/ckpt.pt has step {self.saved}" if self.saved else "nothing was saved yet"
             lower = f"try optim.lr below {self.cfg.optim.lr}"
             raise UserError(f"the loss or its gradient is not finite by step {self.done}: {last}; {lower}")

@@ -76,16 +76,14 @@ def say(line: str) -> None:
 @contextmanager
 def rank0_first() -> Generator[None]:
     """Rank 0 runs the body first, the others after it. A UserError of rank 0 is raised on every rank."""
-    error: list[UserError | None] = [None]
+    error = None
     if rank() == 0:
         try:
             yield
         except UserError as e:
-            error = [e]
-    if dist.is_initialized():
-        dist.broadcast_object_list(error)
-    if error[0]:
-        raise error[0]
+            error = e
+    if error := interleave([error])[0]:
+        raise error
     if rank() > 0:
         yield
 
@@ -104,7 +102,7 @@ def interleave(items: list) -> list:
     """The items of all ranks, in the order first item of rank 0, of rank 1, ..., second item of rank 0, ...
 
     The inverse of distributing items by items[rank::world]. Items must be picklable; every rank gets all of them. They
-    go through the CPU (gloo), so tensors need not have the same shape on all ranks.
+    go through the CPU (gloo), so tensors need not have the same shape on all ranks, and nothing waits for a GPU.
     """
     if not dist.is_initialized():
         return items
@@ -131,20 +129,12 @@ def shard_work(n: int) -> Iterator[tuple[int, bool]]:
 
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank."""
-    if not dist.is_initialized():
-        return flag
-    flags = torch.tensor(int(flag))  # on the CPU, for gloo: with nccl every step would wait for the GPU
-    dist.all_reduce(flags, dist.ReduceOp.MAX)
-    return bool(flags)
+    return any(interleave([flag]))
 
 
-def mean(x: Tensor) -> Tensor:
-    """The mean of a scalar over all ranks."""
-    if not dist.is_initialized():
-        return x
-    x = x.clone()
-    dist.all_reduce(x)
-    return x / world()
+def mean(x: Tensor) -> float:
+    """The mean of a scalar over all ranks. It waits for the GPU."""
+    return sum(interleave([x.item()])) / world()
 
 
 def state_dicts() -> ModuleType:
