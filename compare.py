@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from conf.errors import UserError, user_errors
+from conf.errors import UserError, ensure, user_errors
 from conf.registry import yaml_name
 from engine import checkpoint
 from engine.files import locked
@@ -38,8 +38,7 @@ def main() -> None:
     parser.add_argument("--html", action="store_true", help="write a page to explore the curves in a browser, too")
     args = parser.parse_args()
 
-    if Path(args.out).suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--out {args.out}: must end in .png, .svg or .pdf")
+    ensure(Path(args.out).suffix in (".png", ".svg", ".pdf"), f"--out {args.out}: must end in .png, .svg or .pdf")
     out = Path(args.out) if "/" in args.out else Path(args.runs) / args.out
 
     # ---- the curves that can be compared: those on the same targets ----
@@ -84,8 +83,7 @@ def read_curves(runs: str, names: Sequence[str], configs: Configs) -> list[Curve
     shown = {} if names else {run: groups.get(run, run) for run in evaluated}
     for name in names:
         of_name = [run for run in evaluated if groups.get(run) == name] or [run for run in evaluated if run == name]
-        if not of_name:
-            raise UserError(f"{name}: no evaluated run of this name in {runs}/: first: python eval.py run={name}")
+        ensure(of_name, f"{name}: no evaluated run of this name in {runs}/: first: python eval.py run={name}")
         shown |= dict.fromkeys(of_name, name)
     curves = []
     for run, group in shown.items():
@@ -95,8 +93,7 @@ def read_curves(runs: str, names: Sequence[str], configs: Configs) -> list[Curve
             curves += [replace(c, named=group if c.first.step >= steps else "") for c in found]
         except UserError as e:  # a damaged ckpt.pt
             print(f"left out: {e}", file=sys.stderr)
-    if not curves:
-        raise UserError(f"no evaluated curve in {runs}/: first: python eval.py ctx=8192 scaling=ntk")
+    ensure(curves, f"no evaluated curve in {runs}/: first: python eval.py ctx=8192 scaling=ntk")
     return curves
 
 

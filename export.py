@@ -7,7 +7,7 @@ A setting of the run that transformers cannot express ends in an error that name
 import sys
 from pathlib import Path
 
-from conf.errors import UserError, user_errors
+from conf.errors import UserError, ensure, user_errors
 from conf.schema import TrainedRunConfig
 from engine.run import Run
 from hf.write import write_checkpoint
@@ -26,8 +26,8 @@ def main() -> None:
     if settings.keys() != {"run", "out", "runs", "cache"} or not all(settings.values()):
         raise UserError("usage: python export.py run=NAME out=DIR, and if needed runs=FOLDER cache=FOLDER")
     out = Path(settings["out"])
-    if out.exists():  # before the corpus is prepared
-        raise UserError(f"out={out}: exists already: choose another folder or remove it")
+    # Before the corpus is prepared
+    ensure(not out.exists(), f"out={out}: exists already: choose another folder or remove it")
     run = Run.open(TrainedRunConfig(run=settings["run"], runs=settings["runs"], cache=settings["cache"]))
     model_type = write_checkpoint(run, out)
     print(f"{out}: {run.folder} as transformers' {model_type}: AutoModelForCausalLM.from_pretrained('{out}')")
