@@ -14,7 +14,7 @@ from conf.layer_schedule import LayerSchedule
 from conf.registry import describe, yaml_name
 from model import pos as encodings
 from model.pos import Encoding, Shape
-from model.scaling import ContextChange, TrainedContext, TypeContext, with_own_window
+from model.scaling import ContextChange, TrainedContext, with_own_window
 
 
 class ScheduledEncodings(Encoding):
@@ -79,6 +79,5 @@ class ScheduledEncodings(Encoding):
         name, by_type = self.schedule.name, []
         for letter, layer_type in self.schedule.types.items():
             pos = f"{yaml_name('pos', self.knobs[self.of_type[letter]])} (layers {letter} of {name})"
-            common = (context.train_ctx, self.encoding(letter).inv_freq, context.attention, context.longest_trained_ctx)
-            by_type.append(TypeContext(pos, *common, layer_type=layer_type))
+            by_type.append(replace(context, pos=pos, frequencies=self.encoding(letter).inv_freq, layer_type=layer_type))
         return replace(context, pos=f"{context.pos}+{name}", by_type=tuple(by_type))

@@ -11,7 +11,7 @@ logits of earlier positions depend on the length of the input (dynamic NTK), the
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from torch import Tensor
 
@@ -34,7 +34,8 @@ class TrainedContext:
     frequencies: Tensor | None  # inv_freq, float64 [rotary_dim / 2], or None if the encoding does not rotate
     attention: str = "softmax"
     longest_trained_ctx: int = 0  # the longest context that this run was trained on in any way; at least L
-    by_type: tuple["TypeContext", ...] = ()  # of a layer schedule
+    by_type: tuple["TrainedContext", ...] = ()  # of a layer schedule: the facts about each type of layer
+    layer_type: LayerType = field(default_factory=LayerType)  # in by_type: of these layers
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "longest_trained_ctx", max(self.train_ctx, self.longest_trained_ctx))
@@ -56,13 +57,6 @@ class TrainedContext:
         L = self.longest_trained_ctx
         check(size is None or 1 <= size <= L, "scaling.size", size, f"between 1 and the trained context, {L}")
         return max(1, default) if size is None else size
-
-
-@dataclass(frozen=True, kw_only=True)
-class TypeContext(TrainedContext):
-    """The facts about one type of layer."""
-
-    layer_type: LayerType
 
 
 @dataclass(frozen=True)
