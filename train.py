@@ -30,6 +30,7 @@ from engine import checkpoint, device as devices, distributed, finetune
 from engine.compile import compile_blocks, recompute_blocks, should_compile
 from engine.distributed import say
 from engine.files import locked
+from engine.finetune import Parent
 from engine.generate import words
 from engine.optimizer import make_optimizers, schedule
 from engine.progress import StopSignal, Throughput, progress_bar
@@ -109,12 +110,7 @@ class Training:
     """A training in progress: its corpus, model and optimizer, and how far it is."""
 
     def __init__(
-        self,
-        cfg: TrainConfig,
-        folder: Path,
-        device: torch.device,
-        parent: finetune.Parent | None,
-        state: dict[str, Any] | None,
+        self, cfg: TrainConfig, folder: Path, device: torch.device, parent: Parent | None, state: dict[str, Any] | None
     ):
         """parent: where a new run starts (init=). state: of the last checkpoint, with which it is resumed; or None."""
         self.cfg, self.folder, self.device = cfg, folder, device
