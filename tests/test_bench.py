@@ -67,17 +67,8 @@ def test_every_peer_of_the_rotary_op_is_a_row_and_one_that_fails_is_a_line(tmp_p
 def test_the_row_beside_nanogpt(here, monkeypatch):
     """A stand-in for its train.py sees our text and sizes. Ours really trains: too few steps to compile."""
     (here / "nanoGPT").mkdir()
-    (here / "nanoGPT/model.py").write_text("""
-import torch
-GPTConfig = dict
-class GPT(torch.nn.Linear):
-    def __init__(self, sizes):
-        super().__init__(**sizes)
-    def forward(self, x, y):
-        return x, 5 + (y[:, :-1] - x[:, 1:]).double().mean()  # 5 for windows of tokens and the next ones
-""")
     (here / "nanoGPT/train.py").write_text("""
-import pickle, sys, torch
+import pickle, sys
 from pathlib import Path
 settings = dict(x.removeprefix("--").split("=", 1) for x in sys.argv[1:])
 data, steps = Path(settings["dataset"]), int(settings["max_iters"])
@@ -85,8 +76,6 @@ assert pickle.loads((data / "meta.pkl").read_bytes()) == {"vocab_size": 512}
 assert (data / "train.bin").stat().st_size > 1000 and settings["n_embd"] == "32" and settings["batch_size"] == "2"
 for i in range(steps + 1):
     print(f"iter {i}: loss 5.0, time {1000 if i < 3 else 8:.2f}ms, mfu 1%")
-model = torch.nn.Linear(2, 3)
-torch.save({"model": model.state_dict(), "model_args": {"in_features": 2, "out_features": 3}}, data / "ckpt.pt")
 """)
     out = here / "rows"
     argv = ["nanogpt", "nanoGPT", *TINY.split(), "--steps", "4", "--rounds", "1", "--out", str(out)]
@@ -96,11 +85,6 @@ torch.save({"model": model.state_dict(), "model_args": {"in_features": 2, "out_f
     speed = row["tokens_per_s"]
     assert speed["nanoGPT"] == speed["nanoGPT, compiled"] == 4000 and speed["ours"] > 0 and row["ctx"] == 16
     assert row["ratio"]["nanoGPT"] == pytest.approx(speed["ours"] / 4000, abs=0.01) and row["ratio"]["ours"] == 1
-    monkeypatch.setattr(sys, "argv", [*argv, "--to-loss", "4"])
-    nanogpt.main()
-    theirs, own = (rows_of(out)[1]["all"][0][name] for name in ("nanoGPT", "ours"))
-    assert theirs == {"seconds": pytest.approx(2.016), "loss": pytest.approx(5)}
-    assert 5 < own["loss"] < 8 and rows_of(out)[1]["ratio"]["ours"] == pytest.approx(own["seconds"] / 2.016, abs=1e-3)
 
 
 def test_the_rotary_benchmark_without_a_gpu_says_so():
