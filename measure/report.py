@@ -74,7 +74,7 @@ def one_of_each(curves: Sequence[Curve]) -> list[Curve]:
 
 
 class Losses:
-    """Tasks without right answers: matched, prefix and sliding."""
+    """Tasks without right answers: matched and sliding."""
 
     def __init__(self, guess: float = math.inf):
         """guess: loss of guessing, nats per token; a model that is hardly better gets no verdict."""

@@ -107,7 +107,7 @@ REFUSED = {
         exp=quick -> no trained run with exp=quick | run=nobody | run='a**' -> run=a**
         run=/tmp/x | train_ctx=9
         task.kind=passkey | task.scored_tokens=few | task.scored_tokens=0 | task=sliding task.stride=0
-        task=prefix +task.stride=4 -> task: | scaling=pi scaling.factor=half | scaling=pi scaling.factor=inf
+        task=copying +task.stride=4 -> task: | scaling=pi scaling.factor=half | scaling=pi scaling.factor=inf
         scaling=longrope -> scaling.long=None | scaling=rerope scaling.size=65 | scaling=rerope scaling.leak=0.5
         scaling=window scaling.size=0 | scaling=window_sink scaling.sinks=64 | scaling=dynamic_hf scaling.hf_factor=0
         scaling=yarn scaling.beta_fast=1 | scaling=self_extend scaling.group=x | scaling=dual_chunk scaling.local=99

@@ -30,7 +30,6 @@ from measure.intervals import mean_interval
 from measure.report import Losses, print_table
 from measure.tasks import Piece, Task
 from measure.tasks.matched import NEAR, Matched
-from measure.tasks.prefix import Prefix
 from measure.tasks.sliding import Sliding
 from model import spectrum
 from model.regions import Clipped
@@ -88,13 +87,6 @@ def test_sliding_windows_score_every_token_one_time_with_the_context_they_promis
     for piece in others:
         assert piece.tokens.shape[1] == n and piece.targets.shape[1] == step  # n - step tokens at least before each
         assert torch.equal(piece.tokens[:, -1] + 1, piece.targets[:, -1])
-
-
-def test_prefix_scores_the_first_n_and_dilutes():
-    task = Prefix(TWO, 32, 2)
-    assert torch.allclose(scored(task, 5), TEXT[:, 1:6] / 100)
-    means = [(scored(task, n, needs=6) - TEXT[:, 1 : n + 1] / 100).mean().item() for n in (5, 10, 32)]
-    assert means == pytest.approx([1, 0.5, 5 / 32], abs=1e-4)
 
 
 def built(name: str, corpus: corpora.HeldOut, ctx: int, documents: int = 3) -> Task:

@@ -196,14 +196,14 @@ def test_key_tokens_are_those_for_which_the_reference_needs_its_context(tmp_path
         ("key_tokens=absent", 128, "absent: not evaluated on these targets: first python eval.py run=absent ctx=256"),
         ("key_tokens=tuned", 64, "must be a run that was fine-tuned at more than 64"),
         ("key_tokens=tuned documents=2", 128, "key_tokens=tuned: not evaluated on these targets"),
-        ("by_antecedent=true task=prefix", 128, "is for task=matched only, and this is task=prefix"),
+        ("by_antecedent=true task=sliding", 128, "is for task=matched only, and this is task=sliding"),
         ("by_antecedent=true ctx=[64]", 128, "ctx=64: must be above the trained context 64"),
     ],
 )
 def test_what_has_no_groups_is_refused(settings, longest_of_tuned, message, tmp_path):
     found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *SETTINGS)
     reference(found, tmp_path, np.ones((3, 2, 64)), np.ones((3, 2, 64)), longest_of_tuned)
-    asked = [x for x in SETTINGS if "task=prefix" not in settings or "task." not in x] + settings.split()
+    asked = [x for x in SETTINGS if "task=sliding" not in settings or "task." not in x] + settings.split()
     cfg = eval_settings(*asked, f"runs={tmp_path}/runs")
     other = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *asked)
     assert message in line_of(requested_groups, other, cfg)

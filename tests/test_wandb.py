@@ -67,7 +67,7 @@ def in_trained(trained, monkeypatch) -> Path:
 
 # ---- names, ids and config ----
 
-MEASUREMENTS = ["ctx=256", "ctx=128", "ctx=[64,256]", "task=sliding", "task=prefix", "documents=5"]
+MEASUREMENTS = ["ctx=256", "ctx=128", "ctx=[64,256]", "task=sliding", "task=copying", "documents=5"]
 MEASUREMENTS += ["task.scored_tokens=32", "dtype=bfloat16", "scaling=pi", "scaling=pi plus=logn"]
 
 
