@@ -11,23 +11,21 @@ from tests.source import ROOT, code_lines, functions, imports_of, python_files, 
 
 # Limits, and where they are above the aim, the aim: a limit rises only with what a new feature needs
 BUDGETS = {
-    "commands": 537,
+    "commands": 530,
     "conf": 557,
-    "data": 548,
-    "engine": 774,
+    "data": 526,
+    "engine": 764,
     "kernels": 338,
-    "model": 1549,
-    "measure": 1470,
+    "model": 1546,
+    "measure": 1456,
     "hf": 1222,
     "studies": 1757,
-    "bench": 333,
-    "product": 9085,
+    "bench": 297,
+    "product": 8993,
     "tests": 8000,
 }
-AIMS = BUDGETS | {
-    **{"commands": 450, "conf": 400, "data": 520, "engine": 750, "measure": 1100, "hf": 1100, "studies": 1500},
-    **{"product": 9000},
-}
+AIMS = BUDGETS | {"commands": 450, "conf": 400, "data": 520, "engine": 750}
+AIMS |= {"measure": 1100, "hf": 1100, "studies": 1500}
 README_LINES, README_WORDS, MINIMAL_LINES = 160, 1700, 200
 LONGEST_FUNCTION, SMALLEST_FILE, IMPORTS_IN_FUNCTIONS = 70, 25, 15  # lines, code lines, functions
 PLUG_INS = ("model/pos/", "model/scaling/", "data/corpora/", "measure/tasks/")
