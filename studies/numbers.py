@@ -137,6 +137,7 @@ TABLES = {  # name -> file, lines
     "gains": ("rope", tables.gains_section),
     "antecedents": ("rope", tables.antecedents_section),
     "encodings": ("encodings", tables.encodings_section),
+    "adamw": ("adamw", tables.encodings_section),
 }
 
 

@@ -285,8 +285,9 @@ def tables_of(plan: str, run: str) -> list[str]:
 
 def encodings_report() -> str:
     """The text of results/encodings.md."""
-    rows = read_rows(RESULTS / "encodings.jsonl")
+    rows, former = (read_rows(RESULTS / f"{name}.jsonl") for name in ("encodings", "adamw"))
     tables = {"perplexities": encodings_section(rows), "rises": rises_section(rows), "cost": cost_section(rows)}
+    tables |= {"former_perplexities": encodings_section(former), "former_rises": rises_section(former)}
     return fill("encodings.md", **about(rows), **tables, bases=base_section(rows))
 
 

@@ -52,7 +52,7 @@ def test_the_missing_seeds_are_named_with_the_command_that_trains_them():
 
 # ---- verdicts on rows of the study; the numbers were computed with numpy and scipy.stats alone ----
 
-ROWS = read_rows(RESULTS / "encodings.jsonl").rows
+ROWS = read_rows(RESULTS / "adamw.jsonl").rows
 
 
 def study(**groups: tuple[str, ...]) -> list:

@@ -56,7 +56,7 @@ def all_figures(rows) -> dict[str, Any]:
     scaled = {name: spectrum.scaled(short, yaml_values("scaling", name), 512) for name in decay.SCALINGS}
     by_scaling = {name: decay.decay(inv_freq, 512) for name, inv_freq in scaled.items()}
     return {
-        "encodings": figures.encodings(read_rows(RESULTS / "encodings.jsonl")),
+        "encodings": figures.encodings(read_rows(RESULTS / "adamw.jsonl")),
         "scaling": figures.scaling(rows),
         "base": figures.base(encoding_rows((0, 1, 2))),
         "reach": figures.reach(encoding_rows()),
@@ -199,7 +199,7 @@ def test_lines_are_the_mean_losses_of_the_rows(all_figures, rows):
     [yarn] = [line for line in panel.lines if line.get_color() == colors["yarn"]]
     want = [np.exp(rows.losses("rope", "yarn", int(n)).mean()) for n in yarn.get_xdata()]
     assert yarn.get_ydata().tolist() == want and max(yarn.get_xdata()) == 2048
-    of = read_rows(RESULTS / "encodings.jsonl")
+    of = read_rows(RESULTS / "adamw.jsonl")
     want = [np.exp(of.losses("gemma3", x, n).mean()) for x, n in (("none", 256), ("none", 2048), ("yarn", 2048))]
     assert [dict(zip(*line.get_data()[::-1], strict=True))[0] for line in figures.reach(of).axes[0].lines] == want
 
