@@ -30,7 +30,7 @@ from studies.spectrum import base_bound, scale_matched_base
 
 HEAD_DIM = 64  # of every size of the study
 FEWEST_FOR_A_BAND = 3  # seeds: the range of two of them says little
-ENCODINGS = ("rope", "alibi", "xpos", "none", "learned", "t5_bias", "fire")  # of the figure `encodings`
+ENCODINGS = ("rope", "alibi", "fox", "kerple", "xpos", "none", "t5_bias")  # of the figure `encodings`
 METHODS = ("none", "pi", "ntk", "ntk_by_parts", "yarn", "rerope", "rerope + logn")  # of the figure `scaling`
 FORMATS = (".png", ".svg", ".pdf")
 PERPLEXITY = "perplexity on the same targets"

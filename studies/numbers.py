@@ -41,7 +41,7 @@ from studies.plan import PLANS
 from studies.rows import RESULTS, Rows, compare, fill, line, read_rows
 
 FULL = ("README.md", "docs/findings.md")  # where all measured numbers have a comment
-PAGES = (*FULL, "docs/choosing.md", "docs/layers.md", "docs/measuring.md", "docs/scaling.md")
+PAGES = (*FULL, "docs/choosing.md", "docs/encodings.md", "docs/layers.md", "docs/measuring.md", "docs/scaling.md")
 NUMBER = r"[+-]?\d+(?:,\d{3})*(?:\.\d+)?"
 MARKED = re.compile(rf"({NUMBER}(?:\s+\[{NUMBER},\s+{NUMBER}\]|\s+to\s+{NUMBER})?(?:\s%)?)<!--(.+?)-->")
 BLOCK = re.compile(r"(<!--(table|by) (.+?)-->\n)(.*?)(<!--end-->)", re.DOTALL)
@@ -137,7 +137,6 @@ TABLES = {  # name -> file, lines
     "gains": ("rope", tables.gains_section),
     "antecedents": ("rope", tables.antecedents_section),
     "encodings": ("encodings", tables.encodings_section),
-    "adamw": ("adamw", tables.encodings_section),
 }
 
 

@@ -287,8 +287,9 @@ def encodings_report() -> str:
     """The text of results/encodings.md."""
     rows, former = (read_rows(RESULTS / f"{name}.jsonl") for name in ("encodings", "adamw"))
     tables = {"perplexities": encodings_section(rows), "rises": rises_section(rows), "cost": cost_section(rows)}
+    tables |= {"noise": noise_section(rows, "rope"), "bases": base_section(rows)}
     tables |= {"former_perplexities": encodings_section(former), "former_rises": rises_section(former)}
-    return fill("encodings.md", **about(rows), **tables, bases=base_section(rows))
+    return fill("encodings.md", **about(rows), **tables)
 
 
 def ladder_report() -> str:
