@@ -129,7 +129,11 @@ def shard_work(n: int) -> Iterator[tuple[int, bool]]:
 
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank."""
-    return any(interleave([flag]))
+    if not dist.is_initialized():
+        return flag
+    flags = torch.tensor(int(flag))  # on the CPU, for gloo: it is asked at every step, which must not wait for the GPU
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags)
 
 
 def mean(x: Tensor) -> float:

@@ -17,9 +17,6 @@ from measure.intervals import LEVEL, estimate, interval_text, q_values
 from measure.report import print_table
 
 FEWEST = 4  # seeds of each group: with fewer, a difference between groups has neither an interval nor a verdict
-# Nats per token: 95 % of the differences between two trainings of one model are smaller. From the six trainings of rope
-# and rope_interleaved in results/rope.jsonl at 2 L: their standard deviation, 0.19, times the square root of 2 and t
-CHANCE = 0.7
 Rows = Mapping[int, Sequence[Row]]  # n -> the row of each seed
 Configs = Mapping[str, TrainConfig]  # run -> its settings
 
@@ -74,8 +71,8 @@ def print_verdicts(curves: Sequence[Curve], names: Sequence[str], labels: Sequen
         if few:
             losses = {n: [" ".join(f"{row.loss:.3f}" for row in at[n]) for at in (a, b)] for n in ns}
             print_table({f"{n:>6}": dict(zip((name, names[0]), x, strict=True)) for n, x in losses.items()})
-            text += f"none, because two trainings of one model differ by chance, past L = {L} by up to {CHANCE} "
-            text += f"nats/token. At least {FEWEST} seeds of each are needed"
+            text += f"none, because two trainings of one model differ by chance, past L = {L} by tenths of a "
+            text += f"nat per token (results/matrix.md). At least {FEWEST} seeds of each are needed"
         else:
             text += f"{name} is {verdict(a, b, ns, L)}"
         print(textwrap.fill(text, 80))

@@ -198,7 +198,7 @@ class Accuracy:
         for name, c in runs.items():
             ns = [row.n for row in c.overall]
             levels = {f"{100 * self.threshold:g} %": self.threshold}
-            levels[f"{100 * OWN:g} % of its own at {ns[0]}"] = OWN * (c.overall[0].accuracy or math.inf)
+            levels[f"{100 * OWN:g} % of the accuracy at {ns[0]}"] = OWN * (c.overall[0].accuracy or math.inf)
             found = {k: [describe_context(n, ns) for n in effective_context(c, x)] for k, x in levels.items()}
             lines[name] = {k: f"{n} [{low}, {high}]" for k, (n, low, high) in found.items()}
         print_table(lines)
