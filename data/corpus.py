@@ -24,7 +24,7 @@ import numpy as np
 from filelock import FileLock
 
 from conf.errors import check, ensure, file_errors
-from conf.registry import build_from_knobs, load_kind
+from conf.registry import build_from_knobs, load_kind, yaml_name
 from data import tokenizer
 from data.held_out import Document, HeldOut, find_copies
 from data.tokenizer import NAMES_OF_END, CheckpointTokenizer
@@ -78,7 +78,7 @@ def call_corpus(cfg: dict, function: str) -> Any:
     An OSError while the files are read becomes a UserError that names the corpus.
     """
     knobs = {k: v for k, v in cfg.items() if k not in TOKENIZER_SETTINGS}
-    with file_errors(f"data={cfg['kind']}"):
+    with file_errors(f"data={yaml_name('data', cfg)}"):
         result = build_from_knobs(load_kind("data.corpora", cfg["kind"], function, "data"), knobs, "data")
         return result if isinstance(result, dict) else list(result)  # reads the files
 

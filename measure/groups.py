@@ -71,8 +71,8 @@ def print_verdicts(curves: Sequence[Curve], names: Sequence[str], labels: Sequen
         if few:
             losses = {n: [" ".join(f"{row.loss:.3f}" for row in at[n]) for at in (a, b)] for n in ns}
             print_table({f"{n:>6}": dict(zip((name, names[0]), x, strict=True)) for n, x in losses.items()})
-            text += f"none, because two trainings of one model differ by chance, past L = {L} by tenths of a "
-            text += f"nat per token (results/matrix.md). At least {FEWEST} seeds of each are needed"
+            text += f"none, because two trainings of one model differ by chance, past L = {L} by up to tenths "
+            text += f"of a nat per token (results/matrix.md). At least {FEWEST} seeds of each are needed"
         else:
             text += f"{name} is {verdict(a, b, ns, L)}"
         print(textwrap.fill(text, 80))
