@@ -61,7 +61,7 @@ TEXTS = 96  # of a task, at each distance of the answer
 SHORTEST_TEXT = 128  # of a task, tokens
 REAL, REAL_CTX = "pretrained:smollm2", 8192  # the real model and its L
 REAL_DOCUMENTS, REAL_TOKENS = {"sympy": 10, "books": 10}, 512  # at most; scored of each
-COPIED_AT, COPIED_BACK, COPIES = 1.5, 0.5, 4  # length and shortest distance in L; texts at each distance
+COPIED_AT, COPIED_BACK, COPIES = 1.5, 0.5, 6  # length and shortest distance in L; texts at each distance
 
 
 @dataclass(frozen=True)
