@@ -159,7 +159,8 @@ def by_length(rows: Rows, runs: dict[str, str]) -> list[str]:
 
 
 def base_section(rows: Rows) -> list[str]:
-    runs = {"rope": "`rope` (10,000)"} | {run: f"`{run}`" for run in rows.runs("base")}
+    bases = {row.name: row.base for row in rows.rows if row.part == "base" or row.name == "rope"}
+    runs = {run: "`rope` (10,000)" if run == "rope" else f"`{run}`" for run in sorted(bases, key=lambda run: bases[run])}
     return by_length(rows, runs) if len(runs) > 1 else []
 
 
