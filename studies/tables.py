@@ -159,9 +159,8 @@ def by_length(rows: Rows, runs: dict[str, str]) -> list[str]:
 
 
 def base_section(rows: Rows) -> list[str]:
-    bases = {row.name: row.base for row in rows.rows if row.part == "base" or row.name == "rope"}
-    runs = {run: "`rope` (10,000)" if run == "rope" else f"`{run}`" for run in sorted(bases, key=lambda run: bases[run])}
-    return by_length(rows, runs) if len(runs) > 1 else []
+    runs = sorted({(row.base, row.name) for row in rows.rows if row.part == "base" or row.name == "rope"})
+    return by_length(rows, {run: f"`{run}`, base {base:,.0f}" for base, run in runs}) if len(runs) > 1 else []
 
 
 def finetune_section(rows: Rows) -> list[str]:
