@@ -26,8 +26,8 @@ from engine.files import locked
 from measure.curves import Curve, Row, losses_file, read_curve, write_jsonl
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
 from measure.gain import controls
-from measure.intervals import ratio_interval
-from measure.report import gain_text, print_table
+from measure.intervals import interval_text, ratio_interval
+from measure.report import print_table
 from measure.tasks.matched import NEAR, Matched
 
 NGRAM = 5
@@ -173,7 +173,7 @@ def show_groups(evaluation: Evaluation, curves: dict[str, Curve], method: Method
         cells = lines.setdefault(r["group"], {"share": f"{100 * r['share']:.1f} %"})
         if r["targets"]:
             cells.setdefault("control", f"{r['control']:.3f}")
-            cells[r["n"]] = gain_text(r["gain"], r["low"], r["high"])
+            cells[r["n"]] = interval_text(r["gain"], r["low"], r["high"])
     print(f"\ngain of {method.label} over the better control by {groups.title}, nats/token [95 %]")
     print_table(lines)
     file = curve.parent / f"groups/{groups.title}-{curve.stem}-ctx{evaluation.ctx}-{evaluation.texts}.jsonl"

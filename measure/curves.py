@@ -110,6 +110,10 @@ class Curve:
         """The rows of all distances together, one for each length: all rows, but for tasks with an answer."""
         return [row for row in self.rows if row.distance is None]
 
+    def answers(self, n: int) -> dict[str, list[float]]:
+        """Of tasks with an answer: its distance, tokens -> the share of right tokens of each example."""
+        return {str(row.distance): row.hits for row in self.rows if row.n == n and row.distance is not None}
+
     def by_length(self) -> dict[int, Row]:
         return {row.n: row for row in self.overall}
 

@@ -6,9 +6,6 @@ those of any runs on the same texts, and draw.
 
 import itertools
 import math
-import os
-import re
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +19,6 @@ from measure.gain import ACCURACY, BITS, GAIN, Value, by_group, controls, gain, 
 from measure.intervals import interval_text
 
 WIDTH = 80  # columns of what is printed
-COLOR = re.compile(r"\033\[\d+m")
 OWN = 0.85  # of a model's own accuracy at the shortest length (NoLiMa, Modarressi et al. 2025, arXiv 2502.05167)
 NO_LENGTH = 0  # the effective context of a method that is below the threshold at the shortest length
 
@@ -36,7 +32,7 @@ def print_table(lines: dict[str, dict[Any, str]], corner: str = "") -> None:
     first, columns = max(map(len, (corner, *lines))), []
     for head in sorted(found, key=lambda head: head if isinstance(head, int) else 0):
         cells = [str(head), *(cells.get(head, "") for cells in lines.values())]
-        sizes = [len(COLOR.sub("", cell)) for cell in cells]
+        sizes = [len(cell) for cell in cells]
         columns.append([" " * (2 + max(sizes) - size) + cell for cell, size in zip(cells, sizes, strict=True)])
     names = [f"{name:<{first}}" for name in (corner, *lines)]
     while columns:
@@ -49,13 +45,6 @@ def print_table(lines: dict[str, dict[Any, str]], corner: str = "") -> None:
 
 def print_wrapped(text: str) -> None:
     print(textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
-
-
-def gain_text(mean: float, low: float, high: float) -> str:
-    """A gain with its interval: on a terminal green if it is above 0, red if below, unless NO_COLOR is set."""
-    text, color = interval_text(mean, low, high), 32 if low > 0 else 31 if high < 0 else 0
-    colored = color and sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    return f"\033[{color}m{text}\033[0m" if colored else text
 
 
 def ppl_text(ppl: float) -> str:
@@ -98,7 +87,7 @@ class Losses:
             cells |= {name: ppl_text(x.ppl) for name, x in same_n.items()}
             cells |= {"bits": f"{row.bits_per_byte:.3f}", "factor": f"{row.factor:.4g}"}
             mark = (" t" if row.n in truncated else "  ") if truncated else ""
-            lines[f"{row.n:>4}"] = cells | {"gain [95 %]": gain_text(*gain(row, bars[row.n])) + mark}
+            lines[f"{row.n:>4}"] = cells | {"gain [95 %]": interval_text(*gain(row, bars[row.n])) + mark}
         print()
         print_wrapped(f"perplexity at n tokens; bits per byte of text, factor and gain of {label}")
         print_table(lines, "   n")
@@ -145,7 +134,7 @@ class Losses:
         """
         gains, L = values_of(GAIN, shown, curves), shown[0].first.train_ctx
         print("\ngain over the better control (window, truncation), nats/token [95 %]")
-        print_table({k: {n: gain_text(*x[:3]) for n, x in at.items() if n > L} for k, at in gains.items()})
+        print_table({k: {n: interval_text(*x[:3]) for n, x in at.items() if n > L} for k, at in gains.items()})
 
     def draw(self, shown: Sequence[Curve], path: Path, title: str, curves: Sequence[Curve] = ()) -> None:
         """Bits per byte and perplexity against context length. curves: with the controls of the runs, if not shown.
@@ -189,10 +178,10 @@ class Accuracy:
         print_table({k: {n: interval_text(*x[:3], ".0f") for n, x in at.items()} for k, at in values.items()})
         for n in [n for n in ns if n > L] or ns[-1:]:
             print(f"\nn={n}, by distance of the answer, tokens")
-            rows = {name: {x.distance: x for x in c.rows if x.n == n and x.distance} for name, c in runs.items()}
-            print_table({k: {d: f"{100 * np.mean(x.hits):.0f}" for d, x in at.items()} for k, at in rows.items()})
+            by_distance = {name: c.answers(n) for name, c in runs.items()}
+            print_table({k: {d: f"{100 * np.mean(x):.0f}" for d, x in at.items()} for k, at in by_distance.items()})
         print("\nwhole answers right, %")
-        print_table({k: {x.n: f"{100 * np.mean(np.equal(x.hits, 1)):.0f}" for x in c.overall} for k, c in runs.items()})
+        print_table({k: {n: f"{whole_answers(c.answers(n)):.0f}" for n in c.by_length()} for k, c in runs.items()})
         print("\neffective context [95 %]: the longest n up to which the accuracy is at every length at least")
         lines = {}
         for name, c in runs.items():
@@ -213,6 +202,11 @@ class Accuracy:
         levels = [100 * y for y in (self.threshold, self.chance) if y]
         title += "\nbands: 95 %; dotted: threshold of the effective context" + (" and chance" if self.chance else "")
         plots.save(plots.draw_curves(one_of_each(shown), percentages, title, "accuracy of the answer, %", levels), path)
+
+
+def whole_answers(answers: dict[str, list[float]]) -> float:
+    """The share of answers with all tokens right, %, over all distances and examples."""
+    return 100 * float(np.mean([np.equal(hits, 1) for hits in answers.values()]))
 
 
 def describe_context(n: int, ns: Sequence[int]) -> str:

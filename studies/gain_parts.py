@@ -1,4 +1,4 @@
-"""What gains and differences of the study consist of: tax and reward, headroom, chance, the rise of an equal RoPE."""
+"""What gains and differences of the study consist of: tax and reward, headroom, far answers, chance, an equal RoPE."""
 
 import math
 
@@ -68,6 +68,15 @@ def share_of_headroom(rows: Rows, label: str, n: int) -> tuple[float, float, flo
     if not shared or most.mean() <= 0:
         return None
     return ratio_interval(gains, most)
+
+
+def beyond_window(rows: Rows, run: str, label: str, n: int) -> np.ndarray:
+    """Of a task: by how much the share of right tokens at the longest distance exceeds the window control's, which does
+    not see that far, [seeds, examples].
+    """
+    found, windows = (rows.find(run, at, n) for at in (label, "window"))
+    pairs = [(found[seed].answers, windows[seed].answers) for seed in found]
+    return np.array([np.subtract(a[max(a, key=int)], b[max(b, key=int)]) for a, b in pairs])
 
 
 # ---- differences between runs ----

@@ -111,8 +111,9 @@ def gather(job: Job, run: Run, size: Size) -> list[StudyRow]:
     task = tasks.build(yaml_values("task", job.task) | knobs, run.corpus, job.longest, int(chosen["documents"]))
     files = {file: read_curve(file) for file in (run.folder / "eval").glob("*.jsonl")}
     files = {c.label: file for file, c in files.items() if c.first.weights == run.digest[:12]}
-    rows = [row for c in select_shared(read_run(run.folder, run.digest), task.texts()) for row in c.overall]
-    if lost := {n for evaluation in job.evaluations for n in evaluation.lengths} - {row.n for row in rows}:
+    curves = select_shared(read_run(run.folder, run.digest), task.texts())
+    rows = [(row, c.answers(row.n)) for c in curves for row in c.overall]
+    if lost := {n for evaluation in job.evaluations for n in evaluation.lengths} - {row.n for row, _ in rows}:
         raise UserError(f"{job.name}: n={min(lost)} was evaluated on other texts than n={job.longest}")
     groups = antecedent_groups(task, job.longest) if isinstance(task, Matched) else None
     about: dict[str, Any] = {"base": run.cfg.pos.get("base"), "steps": run.cfg.steps, "run": job.name, "part": job.part}
@@ -121,7 +122,7 @@ def gather(job: Job, run: Run, size: Size) -> list[StudyRow]:
         about |= {"in_window": run.validation["bits_per_byte"], "train_seconds": run.seconds}
         about["tokens_per_second"] = round(run.step * run.cfg.batch_tokens / run.seconds)
         about["command"] = f"python train.py {' '.join(job.train)} name={job.name}"
-    return [StudyRow(**asdict(x) | about, groups=group_sums(x, files[x.label], groups)) for x in rows]
+    return [StudyRow(**asdict(x) | about, groups=group_sums(x, files[x.label], groups), answers=a) for x, a in rows]
 
 
 def group_sums(row: Row, file: Path, groups: Groups | None) -> dict[str, list[list[float]]]:

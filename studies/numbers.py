@@ -11,8 +11,6 @@ with a % behind them they are in hundredths. A comment is one of
     WHAT CONDITION [in FILE]           WHAT: one of MEASURES, or a column of the rows (loss, in_window, documents ...).
                                        CONDITION: as in claims.yaml. FILE: of rows in results/, without .jsonl; or rope
     difference CONDITION - CONDITION [in FILE]   the first loss less the second
-    FIELD of FILE KEY=VALUE ...        the mean of a field over the rows of any FILE.jsonl that have these values
-                                       (of a gain with its interval, low to high)
     by COMMAND                         printed by this command; the number stays as it is
 
 and may end with what the words around the number say: `> 0`, `< 0` or `? 0`, if both ends are above or below 0, or 0 is
@@ -22,23 +20,24 @@ Lines from `<!--table NAME-->` (of TABLES) to `<!--end-->` are written as a whol
 """
 
 import functools
-import json
 import re
-import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from conf.errors import UserError, ensure, user_errors
 from conf.registry import ROOT
 from engine.files import write_atomically
 from measure.intervals import mean_interval
-from studies import gain_parts, tables
+from studies import tables
 from studies.claims import fully, read_condition
+from studies.gain_parts import beyond_window, chance, fine_tuned, headroom, part_of_gain, share_of_headroom
 from studies.plan import PLANS
-from studies.rows import RESULTS, Rows, compare, fill, line, read_rows
+from studies.rows import RESULTS, Rows, StudyRow, compare, fill, line, read_rows
 
 FULL = ("README.md", "docs/findings.md")  # where all measured numbers have a comment
 PAGES = (*FULL, "docs/choosing.md", "docs/encodings.md", "docs/layers.md", "docs/measuring.md", "docs/scaling.md")
@@ -73,12 +72,14 @@ MEASURES: dict[str, Callable[..., Value]] = {
     "perplexity": lambda rows, *at: np.exp(over_seeds(rows.losses(*at))).tolist(),
     "seeds": lambda rows, *at: over_seeds([len(rows.find(*at))]),
     "sd": lambda rows, *at: over_seeds([rows.losses(*at).std(ddof=1)]),
-    "chance": lambda rows, *at: over_seeds([gain_parts.chance(rows.losses(*at), 1)]),  # one training against one
+    "chance": lambda rows, *at: over_seeds([chance(rows.losses(*at), 1)]),  # one training against one
     "gain": lambda rows, *at: interval(rows.gain(*at)),
-    "tax": lambda rows, *at: interval(gain_parts.part_of_gain(rows, *at, reward=False)),
-    "reward": lambda rows, *at: interval(gain_parts.part_of_gain(rows, *at, reward=True)),
-    "headroom": lambda rows, _, __, n: interval(gain_parts.headroom(rows, n)),
-    "share": lambda rows, _, label, n: gain_parts.share_of_headroom(rows, label, n) or interval(np.array([])),
+    "tax": lambda rows, *at: interval(part_of_gain(rows, *at, reward=False)),
+    "reward": lambda rows, *at: interval(part_of_gain(rows, *at, reward=True)),
+    "headroom": lambda rows, _, __, n: interval(headroom(rows, n)),
+    "right": lambda rows, *at: interval(np.array([row.hits for row in rows.find(*at).values()])),
+    "beyond": lambda rows, *at: interval(beyond_window(rows, *at)),
+    "share": lambda rows, _, label, n: share_of_headroom(rows, label, n) or interval(np.array([])),
 }
 
 
@@ -87,16 +88,13 @@ def read(file: str) -> Rows:
     return read_rows(RESULTS / f"{file}.jsonl")
 
 
-@functools.cache
-def read_any(file: str) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in (RESULTS / f"{file}.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 def of_conditions(what: str, text: str, file: str) -> tuple[Value, Listed]:
     """WHAT CONDITION, or the difference of two conditions."""
     rows = read(file)
     conditions = [read_condition(at, rows.trained_ctx) for at in text.split(" - ")]
     found = [rows.find(at.run, at.label, at.n) for at in conditions]
+    if what in ("headroom", "share"):
+        found.append(fine_tuned(rows, conditions[0].n))
     used = [row for seeds in found for row in seeds.values()]
     ensure(all(found), f"{file}.jsonl has no rows of it")
     if what == "difference":
@@ -108,23 +106,12 @@ def of_conditions(what: str, text: str, file: str) -> tuple[Value, Listed]:
         value = MEASURES[what](rows, conditions[0].run, conditions[0].label, conditions[0].n)
     else:
         value = over_seeds(getattr(row, what) for row in used)
-    return value, origin(file, [vars(row) for row in used], min(map(len, found)))
+    return value, origin(file, used, min(map(len, found)))
 
 
-def of_fields(field: str, text: str) -> tuple[Value, Listed]:
-    """FIELD of FILE KEY=VALUE ..."""
-    file, *chosen = shlex.split(text.removeprefix("of "))
-    rows = [row for row in read_any(file) if all(str(row.get(k)) == v for k, v in (x.split("=", 1) for x in chosen))]
-    ensure(rows, f"{file}.jsonl has no such rows")
-    value = over_seeds(np.mean(row[field]) for row in rows)
-    if field == "gain":  # whose rows have its interval
-        value = tuple(float(np.mean([row[end] for row in rows])) for end in ("gain", "low", "high"))
-    return value, origin(file, rows, len(rows))
-
-
-def origin(file: str, rows: Iterable[Mapping[str, Any]], seeds: int | str = "") -> Listed:
-    commits = sorted({row["commit"] for row in rows if row.get("commit")})
-    commands = {row["command"] for row in rows if row.get("command", "").startswith("python -m studies")}
+def origin(file: str, rows: Iterable[StudyRow], seeds: int | str = "") -> Listed:
+    commits = sorted({row.commit for row in rows if row.commit})
+    commands = {row.command for row in rows if row.command.startswith("python -m studies")}
     command = f"python -m studies.matrix --plan {file}" if file in PLANS else next(iter(commands), "")
     where = f"`{command}`" if command else "[how](README.md)"
     return [f"[{file}]({file}.jsonl)", str(seeds), " ".join(commits), where]
@@ -146,8 +133,7 @@ def number(shown: str, comment: str) -> tuple[str, Listed, bool]:
         return shown, ["", "", "", f"`{comment.removeprefix('by ')}`"], True
     comment, sign = fully(r"(.+?)(?: ([<>?]) 0)?", comment)
     what, text, file = fully(COMMENT, comment)
-    found = of_fields(what, text) if text.startswith("of ") else of_conditions(what, text, file or "rope")
-    (mean, low, high), listed = found
+    (mean, low, high), listed = of_conditions(what, text, file or "rope")
     as_said = {"<": high < 0, ">": low > 0, "?": low <= 0 <= high, None: True}[sign]
     tokens = re.findall(NUMBER, shown)
     values = iter({1: [mean], 2: [low, high], 3: [mean, low, high]}[len(tokens)])
@@ -159,6 +145,20 @@ def like(shown: str, value: float) -> str:
     """The value with the sign and the decimals of the number `shown`."""
     sign = "+" if shown[0] in "+-" else ""
     return f"{value:{sign},.{len(shown.partition('.')[2])}f}"
+
+
+def precision() -> list[str]:
+    """What each letter of the plan took, and half of the intervals that it reached, beside what the plan asked for."""
+    lines = []
+    for letter, x in yaml.safe_load(Path(__file__).with_name("precision.yaml").read_text(encoding="utf-8")).items():
+        file = x["rows"]
+        trainings, *hours = tables.cost(read(file), x["part"])
+        about = [letter, f"{file}, {x['part']}", str(trainings), f"{sum(hours):.1f}"]
+        for what, half in x["planned"].items():
+            (_, low, high), (_, seeds, *_) = of_conditions(*fully(r"(\w+) (.+)", what), file)
+            lines.append(line([*about, f"`{what}`", seeds, f"{half:.3f}", f"{(high - low) / 2:.3f}"]))
+            about = [""] * len(about)
+    return lines
 
 
 def update(path: str, text: str) -> tuple[str, list[str], list[str]]:
@@ -185,7 +185,7 @@ def update(path: str, text: str) -> tuple[str, list[str], list[str]]:
         cells = ["", "", "", f"`{name}`"]
         if kind == "table":
             file, made = TABLES[name]
-            cells = origin(file, read_any(file))
+            cells = origin(file, read(file).rows)
             lines_of_table = "".join(f"{x}\n" for x in made(read(file)))
         listed(match, "table", f"{kind} {name}", cells)
         return first + lines_of_table + last
@@ -200,8 +200,9 @@ def update(path: str, text: str) -> tuple[str, list[str], list[str]]:
 def report() -> tuple[dict[str, str], list[str]]:
     """(path -> the text of each page and of results/numbers.md, what is wrong)."""
     found = {path: update(path, (ROOT / path).read_text(encoding="utf-8")) for path in PAGES}
+    numbers = [x for _, lines, _ in found.values() for x in lines]
     texts = {path: text for path, (text, *_) in found.items()}
-    texts["results/numbers.md"] = fill("numbers.md", numbers=[x for _, lines, _ in found.values() for x in lines])
+    texts["results/numbers.md"] = fill("numbers.md", numbers=numbers, precision=precision())
     return texts, [x for *_, wrong in found.values() for x in wrong]
 
 

@@ -28,7 +28,6 @@ METHODS, WITH_LOGN = ("pi", "ntk", "yarn", "rerope"), ("rerope",)  # on all seed
 FURTHER = ("ntk_by_parts", "ntk_mixed", "llama3", "yarn_paper", "logn")
 FURTHER_WITH_LOGN = ("rerope_leaky",)
 FURTHER_SEEDS = 2
-PLANNED = {2: 0.011, 4: 0.02, 8: 0.03}  # at so many L: half of the interval of a gain, nats per token
 # Fine-tuned to so many L -> with these methods, evaluated at so many L; 1: what the further steps alone are worth
 EXTENSIONS = {1: ("none",), 2: ("none", "yarn"), 4: ("none", "pi", "ntk", "yarn"), 8: ("none", "yarn")}
 EXTENDED_LENGTHS = {1: (1,), 2: (2,), 4: (4, 5, 8), 8: (8,)}

@@ -41,6 +41,7 @@ class StudyRow(Row):
     command: str = ""  # that trained the run
     # Group of targets by antecedent -> the sum of their nats, and their number, in each document, from L on
     groups: dict[str, list[list[float]]] = field(default_factory=dict)
+    answers: dict[str, list[float]] = field(default_factory=dict)  # of tasks: as Curve.answers
 
     @functools.cached_property
     def name(self) -> str:

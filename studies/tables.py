@@ -14,10 +14,10 @@ from conf.errors import user_errors
 from measure.curves import Curve
 from measure.groups import FEWEST
 from measure.intervals import Estimate, estimate, interval_text, mean_interval, ratio_interval
-from measure.report import describe_context, effective_context
+from measure.report import OWN, describe_context, effective_context, whole_answers
+from studies import gain_parts
 from studies.claims import q_text, with_q
-from studies.gain_parts import chance, gains_of_groups, headroom, part_of_gain, rise_of_rope, share_of_headroom
-from studies.plan import EXTENSIONS, FACTOR, LADDER, PLANNED, REAL_DOCUMENTS, REAL_TOKENS, SHORTER, SOLVED, TASKS
+from studies.plan import EXTENSIONS, LADDER, REAL_DOCUMENTS, REAL_TOKENS, SHORTER, SOLVED, TASKS
 from studies.rows import BAR, RESULTS, Rows, compare, difference, fill, header, line, publish, read_rows, rows_if_any
 
 WIDE = 0.2  # nats: where the gains of seeds are in two groups and differ by more, they stand in place of an interval
@@ -42,13 +42,17 @@ def gain(rows: Rows, run: str, label: str, n: int) -> Estimate | str:
     """How much lower the loss is than that of the better control; or the text of a cell without an interval."""
     if label == "window" and rows.find(run, BAR, n) == rows.find(run, label, n):
         return "the bar"
-    gains = rows.gain(run, label, n)
-    if not len(gains):
+    return in_seeds(rows.gain(run, label, n))
+
+
+def in_seeds(deltas: np.ndarray) -> Estimate | str:
+    """Of differences [seeds, documents]: their mean, or the values of the seeds, if these are in two groups."""
+    if not len(deltas):
         return ""
-    of_seeds = gains.mean(axis=1)
+    of_seeds = deltas.mean(axis=1)
     spread = np.ptp(of_seeds)
     in_two_groups = spread > WIDE and np.diff(np.sort(of_seeds)).max() > spread / 2
-    return f"seeds {' '.join(f'{x:+.2f}' for x in of_seeds)}" if in_two_groups else estimate(gains)
+    return f"seeds {' '.join(f'{x:+.2f}' for x in of_seeds)}" if in_two_groups else estimate(deltas)
 
 
 def gain_table(columns: list[str], gains: dict[str, list[Estimate | str]]) -> list[str]:
@@ -79,7 +83,7 @@ def noise_section(rows: Rows, *runs: str) -> list[str]:
     for run, n in sorted((run, n) for run, label, n in rows.by_condition if label == "none" and run in runs):
         losses = rows.losses(run, "none", n)
         if len(losses) > 1:
-            found = losses.std(ddof=1), np.ptp(losses), chance(losses, 1), chance(losses, FEWEST)
+            found = losses.std(ddof=1), np.ptp(losses), gain_parts.chance(losses, 1), gain_parts.chance(losses, FEWEST)
             lines.append(line([f"`{run}`", str(n), str(len(losses)), *(f"{nats:.3f}" for nats in found)]))
     return lines
 
@@ -107,18 +111,20 @@ def gains_section(rows: Rows, run: str = "rope") -> list[str]:
     return gain_table([f"{n / rows.trained_ctx:g} L" for n in beyond], gains)
 
 
-def parts_section(rows: Rows, run: str = "rope") -> list[str]:
-    """Of a run's methods at 2, 4 and 8 L: reward, tax, and share of the headroom."""
-    L, lines = rows.trained_ctx, []
-    for multiple in (2, 4, 8):
-        n = multiple * L
-        for label in dict.fromkeys(label for of, label, m in rows.by_condition if (of, m) == (run, n)):
-            parts = [part_of_gain(rows, run, label, n, reward) for reward in (True, False)]
-            if len(parts[0]) and label != "window":
-                share = share_of_headroom(rows, label, n)
+def parts_section(rows: Rows, *runs: str) -> list[str]:
+    """Of the methods of each run at 2, 4 and 8 L: seeds, reward, tax, and share of the headroom."""
+    lines = []
+    for (run, label, n), seeds in sorted(rows.by_condition.items(), key=lambda x: x[0][2]):
+        multiple = n / rows.trained_ctx
+        if run in runs and label != "window" and multiple in (2, 4, 8):
+            parts = [gain_parts.part_of_gain(rows, run, label, n, reward) for reward in (True, False)]
+            if len(parts[0]):
+                share = gain_parts.share_of_headroom(rows, label, n) if run == "rope" else None
                 percent = interval_text(*(100 * x for x in share), ".0f") if share else ""
-                lines.append(line([f"{multiple} L", f"`{label}`", *(text(estimate(part)) for part in parts), percent]))
-    names = ["n", "method", "reward: antecedent between L and n back", "tax: all other targets"]
+                name = f"`{label}`" if len(runs) == 1 else f"`{run}`, {label}"
+                cells = [name, str(len(seeds)), *(text(estimate(part)) for part in parts), percent]
+                lines.append(line([f"{multiple:g} L", *cells]))
+    names = ["n", "method", "seeds", "reward: antecedent between L and n back", "tax: all other targets"]
     return [*header([*names, "gain, % of the headroom"]), *lines] if lines else []
 
 
@@ -128,23 +134,13 @@ def antecedents_section(rows: Rows, run: str = "rope") -> list[str]:
     columns = [(label, multiple * L) for label in ("yarn", "rerope + logn") for multiple in (2, 4, 8)]
     cells: dict[str, list[str]] = {}
     for label, n in columns:
-        groups = gains_of_groups(rows, run, label, n)
+        groups = gain_parts.gains_of_groups(rows, run, label, n)
         of_all = sum(counts.sum() for _, counts in groups.values())
         for name, (nats, counts) in groups.items():
             cells.setdefault(name, [f"{100 * counts.sum() / of_all:.1f} %"])
             cells[name].append(interval_text(*ratio_interval(nats, counts)))
     names = [f"`{label}`, {n // L} L" for label, n in columns]
     return [*header(["antecedent", "targets", *names]), *(line([name, *x]) for name, x in cells.items())]
-
-
-def deployed_section(rows: Rows) -> list[str]:
-    """What one factor for all lengths costs within L."""
-    L, lines = rows.trained_ctx, []
-    for method in ("pi", "ntk", "yarn"):
-        label = f"{method} factor={FACTOR}"
-        found = compare(rows.find("rope", label, L), rows.find("rope", "none", L))
-        lines += [line([f"`{label}`", text(found)])] if found else []
-    return [*header(["", f"loss at {L} less that without scaling"]), *lines] if lines else []
 
 
 def by_length(rows: Rows, runs: dict[str, str]) -> list[str]:
@@ -168,7 +164,7 @@ def finetune_section(rows: Rows) -> list[str]:
     runs, L = {run: f"`{run}`" for run in rows.runs("finetune")}, rows.trained_ctx
     if not runs:
         return []
-    found = {multiple: headroom(rows, multiple * L) for multiple in EXTENSIONS}
+    found = {multiple: gain_parts.headroom(rows, multiple * L) for multiple in EXTENSIONS}
     rooms = [f"{multiple} L {text(estimate(room))}" for multiple, room in found.items() if len(room)]
     return [*by_length(rows, runs), "", f"Headroom, nats per token: {', '.join(rooms)}."]
 
@@ -190,12 +186,12 @@ def rises_section(rows: Rows) -> list[str]:
         inside = rows.find(run, "none", L)
         rises = [difference(rows.find(run, label, n), inside) for n in ns]
         loss, is_rope = rows.losses(run, "none", L).mean(), run in ("rope", *SHORTER)
-        pairs = [(rise, rise_of_rope(rows, n, loss)) for rise, n in zip(rises, ns, strict=True)]
+        pairs = [(rise, gain_parts.rise_of_rope(rows, n, loss)) for rise, n in zip(rises, ns, strict=True)]
         others = ["" if is_rope or min(map(len, pair)) < FEWEST else estimate(*pair) for pair in pairs]
         name = f"`{run}`" + ("" if label == "none" else f", {label}")
         trained = max((row.longest_trained_ctx for row in inside.values()), default=L)
         gains = [gain(rows, run, label, n) if n > trained else "" for n in ns]
-        cells[name] = [*(estimate(x) if len(x) else "" for x in rises), *others, *gains]
+        cells[name] = [*map(in_seeds, rises), *others, *gains]
         rise_at_8L[name] = rises[1].mean() if len(rises[1]) else np.inf
     columns = [f"{what}, {n // L} L" for what in ("rise", "less RoPE's", "gain") for n in ns]
     return gain_table(columns, {name: cells[name] for name in sorted(cells, key=lambda name: rise_at_8L[name])})
@@ -214,40 +210,45 @@ def ladder_section(rows: Rows) -> list[str]:
 def task_section(rows: Rows, task: str) -> list[str]:
     """Of every run that learned a task and each method: right answer tokens, whole answers, effective context."""
     conditions = dict.fromkeys((run, label) for run, label, _ in rows.by_condition if run.startswith(f"{task}-"))
+    if not conditions:
+        return []
     ns = sorted({n for run, _, n in rows.by_condition if (run, "none") in conditions})
-    lines = header(["", "seeds", *(f"n = {n}: tokens, whole" for n in ns), "effective context of each seed"])
+    distances, lines = [*next(iter(rows.find(*next(iter(conditions)), ns[-1]).values())).answers], []
     for run, label in conditions:
-        found = {n: rows.find(run, label, n) for n in ns}
-        cells = []
+        found, cells = {n: [*rows.find(run, label, n).values()] for n in ns}, []
         for seeds in found.values():
-            hits = 100 * np.array([row.hits for row in seeds.values()])  # [seeds, texts], %
-            cells.append(f"{interval_text(*mean_interval(hits), '.0f')}, {100 * (hits == 100).mean():.0f}")
-        curves = [Curve([found[n][seed] for n in ns]) for seed in found[ns[0]]]
-        contexts = " ".join(describe_context(effective_context(curve, SOLVED)[0], ns) for curve in curves)
+            hits = 100 * np.array([row.hits for row in seeds])  # [seeds, texts], %
+            whole = np.mean([whole_answers(row.answers) for row in seeds])
+            cells.append(f"{interval_text(*mean_interval(hits), '.0f')}, {whole:.0f}")
+        curves = [Curve([*at]) for at in zip(*found.values(), strict=True)]
+        for levels in ([SOLVED] * len(curves), [OWN * (curve.first.accuracy or 1) for curve in curves]):
+            contexts = [effective_context(curve, x)[0] for curve, x in zip(curves, levels, strict=True)]
+            cells.append(" ".join(describe_context(n, ns) for n in contexts))
+        cells += [f"{100 * np.mean([row.answers[d] for row in found[ns[-1]]]):.0f}" for d in distances]
+        beyond = mean_interval(100 * gain_parts.beyond_window(rows, run, label, ns[-1]))
+        cells.append("" if label == "window" else interval_text(*beyond, "+.0f"))
         name = f"`{run.removeprefix(f'{task}-')}`" + ("" if label == "none" else f", {label}")
-        lines.append(line([name, str(len(curves)), *cells, contexts]))
-    return lines if conditions else []
+        lines.append(line([name, str(len(curves)), *cells]))
+    columns = ["", "seeds", *(f"n = {n}: tokens, whole" for n in ns)]
+    columns += [f"effective context of each seed, {x}" for x in ("80 %", f"85 % of the tokens at {ns[0]}")]
+    columns += [f"distance {d} at n = {ns[-1]}" for d in distances]
+    return [*header([*columns, f"distance {distances[-1]} less the window control's"]), *lines]
 
 
 def cost_section(rows: Rows) -> list[str]:
     """What the rows of each part cost, where they say it: hours of one thread."""
     names, lines = ["part", "trainings", "hours of training", "hours of evaluation"], []
     for part in dict.fromkeys(row.part for row in rows.rows if row.threads):
-        of_part = [row for row in rows.rows if row.part == part]
-        runs = {row.run: row.train_seconds * row.threads for row in of_part}
-        hours = sum(runs.values()) / 3600, sum(row.seconds * row.threads for row in of_part) / 3600
-        lines.append(line([part, str(len(runs)), *(f"{x:.1f}" for x in hours)]))
+        trainings, *hours = cost(rows, part)
+        lines.append(line([part, str(trainings), *(f"{x:.1f}" for x in hours)]))
     return [*header(names), *lines] if lines else ["Not recorded."]
 
 
-def precision_section(rows: Rows, run: str = "rope") -> list[str]:
-    """Half of the intervals of the gains that have one, beside the plan's."""
-    lines = header(["", "planned", "reached"])
-    for multiple, planned in PLANNED.items():
-        found = {m: gain(rows, run, m, multiple * rows.trained_ctx) for m in methods_of(rows, run)}
-        reached = [f"{(x.interval[1] - x.mean):.3f} `{m}`" for m, x in found.items() if isinstance(x, Estimate)]
-        lines.append(line([f"{multiple} L", f"{planned:.3f}", ", ".join(reached)]))
-    return lines
+def cost(rows: Rows, part: str) -> tuple[int, float, float]:
+    """(trainings, hours of one thread that they took, hours of evaluation) of a part."""
+    of_part = [row for row in rows.rows if row.part == part]
+    runs = {row.run: row.train_seconds * row.threads for row in of_part}
+    return len(runs), sum(runs.values()) / 3600, sum(row.seconds * row.threads for row in of_part) / 3600
 
 
 def targets_text(rows: Rows) -> str:
@@ -265,9 +266,8 @@ def rope_report() -> str:
     """The text of results/matrix.md."""
     rows = read_rows(RESULTS / "rope.jsonl")
     tables = {"noise": noise_section(rows, "rope"), "methods": methods_section(rows), "gains": gains_section(rows)}
-    tables |= {"parts": parts_section(rows), "antecedents": antecedents_section(rows)}
-    tables |= {"deployed": deployed_section(rows), "finetune": finetune_section(rows)}
-    tables |= {"books": tables_of("books", "books-rope"), "precision": precision_section(rows)}
+    tables |= {"parts": parts_section(rows, "rope"), "antecedents": antecedents_section(rows)}
+    tables |= {"finetune": finetune_section(rows), "books": tables_of("books", "books-rope")}
     return fill("matrix.md", **about(rows), **tables, cost=cost_section(rows))
 
 
@@ -288,6 +288,7 @@ def encodings_report() -> str:
     rows, former = (read_rows(RESULTS / f"{name}.jsonl") for name in ("encodings", "adamw"))
     tables = {"perplexities": encodings_section(rows), "rises": rises_section(rows), "cost": cost_section(rows)}
     tables |= {"noise": noise_section(rows, "rope"), "bases": base_section(rows)}
+    tables["parts"] = parts_section(rows, *rows.runs("encodings"))
     tables |= {"former_perplexities": encodings_section(former), "former_rises": rises_section(former)}
     return fill("encodings.md", **about(rows), **tables)
 

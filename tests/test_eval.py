@@ -541,21 +541,6 @@ def test_what_an_evaluation_prints_fits_80_columns_in_one_table(capsys):
     assert [int(line.split()[0]) for line in lines[head + 1 : head + 7]] == list(losses)
 
 
-def test_a_gain_is_green_or_red_on_a_terminal_only(monkeypatch, capsys):
-    def colors(terminal: bool) -> list[str]:
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-        losses = {64: 3.0, 128: 3.0, 256: 3.0}
-        none, window = (curve_of("x", label, losses) for label in ("none", "window"))
-        Losses().print_evaluation([none, window], curve_of("x", "none", {64: 3.0, 128: 2.9, 256: 3.1}))
-        out = capsys.readouterr().out
-        return re.findall(r"\x1b\[([1-9]\d*)m[+-]", out)
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert colors(True) == ["32", "31"] and colors(False) == []
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert colors(True) == []
-
-
 def test_columns_that_do_not_fit_are_printed_below(capsys):
     print_table({"name": dict.fromkeys(range(10), "123456789")})
     lines = capsys.readouterr().out.splitlines()

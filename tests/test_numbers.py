@@ -19,8 +19,10 @@ def by_hand(monkeypatch):
     rows = [row("rope", "none", 256, s, NATS["none"][s].tolist(), in_window=1 + s / 10) for s in range(4)]
     rows += [row("rope", "yarn", 512, s, NATS["yarn"][s].tolist()) for s in range(4)]
     rows.append(row("alibi", "none", 256, 0, [2.0, 2.0]))
+    far, ones = {"none": [1, 0.75, 1, 0.75], "window": [0, 0.25, 0, 0.25]}, [1, 1, 1, 1]
+    answers = {m: {"64": ones, "224": x} for m, x in far.items()}
+    rows += [row("recall", m, 256, 0, [0, 0], hits=np.mean([*x.values()], 0), answers=x) for m, x in answers.items()]
     monkeypatch.setattr(numbers, "read", lambda file: Rows(rows))
-    monkeypatch.setattr(numbers, "read_any", lambda file: [{"n": n, "hits": [1, 0, n]} for n in (0, 1)])
 
 
 def updated(text: str) -> tuple[str, list[str]]:
@@ -35,9 +37,11 @@ def test_numbers_are_written_in_the_form_that_stands_there(by_hand):
     difference = f"{found.mean:+.3f} [{low:+.3f},\n  {high:+.3f}]"
     losses = NATS["none"].mean(axis=1)
     text = """+9.999 [+9.999,\n  -9.999]<!--difference rope @1 - rope yarn @2 > 0--> 0<!--perplexity rope @1-->
-0.0 to 0.0<!--loss rope @1--> 1<!--seeds rope @1-->, 1,111.00<!--in_window rope @1 > 0--> 5 %<!--hits of tasks n=1-->"""
+0.0 to 0.0<!--loss rope @1--> 1<!--seeds rope @1-->, 1,111.00<!--in_window rope @1 > 0--> 5 %<!--right recall @1-->
+3 %<!--beyond recall @1 > 0-->"""
     want = f"""{difference} {math.exp(losses.mean()):.0f}
-{losses.min():.1f} to {losses.max():.1f} 4, 1.15 67 %"""
+{losses.min():.1f} to {losses.max():.1f} 4, 1.15 94 %
+75 %"""
     assert updated(text) == (want, [])
 
 
@@ -48,7 +52,6 @@ def test_numbers_are_written_in_the_form_that_stands_there(by_hand):
         ("0.1 [0.0, 0.2]<!--difference rope @1 - rope yarn @2 ? 0-->", "no longer right"),
         ("0.1<!--difference rope @1 - alibi @1-->", "too few seeds"),
         ("0.1<!--loss xpos @1-->", "no rows"),
-        ("0.1<!--hits of tasks n=2-->", "no such rows"),
         ("the loss is 2.5 at 2.5 L", "the loss is 2.5"),
     ],
 )

@@ -17,7 +17,7 @@ from data.corpora import mqar, recall, tracking
 from data.corpus import HeldOut
 from measure import tasks
 from measure.curves import Curve, read_curve
-from measure.report import NO_LENGTH, Accuracy, effective_context
+from measure.report import NO_LENGTH, Accuracy, effective_context, whole_answers
 from measure.tasks import Piece
 from measure.tasks.placed import NOTHING, PlacedAnswer
 from tests.helpers import ROOT, Words, any_task_corpus, held_out, held_out_text, line_of, random_lines
@@ -216,10 +216,15 @@ def test_the_chain_of_assignments_leads_to_the_answer(n, hops, chains):
 
 
 def curve_of(hits: dict[int, list[float]], run: str = "a", label: str = "none") -> Curve:
-    """A curve with these shares of right tokens of each example, n -> examples."""
+    """A curve with these shares of right tokens of each example, n -> examples, at one distance."""
     first = read_curve(ROOT / "tests/data/curve.jsonl").first
     about = {"run": run, "label": label, "train_ctx": 128, "task": "recall key=1"}
-    return Curve([dataclasses.replace(first, n=n, hits=h, distance=None, **about) for n, h in hits.items()])
+    made = [(n, h, distance) for n, h in hits.items() for distance in (None, 64)]
+    return Curve([dataclasses.replace(first, n=n, hits=h, distance=distance, **about) for n, h, distance in made])
+
+
+def test_an_answer_is_whole_at_each_distance_by_itself():
+    assert whole_answers({"64": [1.0, 0.5], "128": [0.5, 1.0]}) == 50.0  # though no example has both
 
 
 def test_effective_context_is_the_longest_length_up_to_which_all_are_solved():
