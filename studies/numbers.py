@@ -23,7 +23,6 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,7 @@ from studies.plan import PLANS
 from studies.rows import RESULTS, Rows, StudyRow, compare, fill, line, read_rows
 
 FULL = ("README.md", "docs/findings.md")  # where all measured numbers have a comment
-PAGES = (*FULL, "docs/choosing.md", "docs/encodings.md", "docs/layers.md", "docs/measuring.md", "docs/scaling.md")
+PAGES = (*FULL, *(f"docs/{x}.md" for x in ("choosing", "encodings", "layers", "measuring", "scaling", "tasks")))
 NUMBER = r"[+-]?\d+(?:,\d{3})*(?:\.\d+)?"
 MARKED = re.compile(rf"({NUMBER}(?:\s+\[{NUMBER},\s+{NUMBER}\]|\s+to\s+{NUMBER})?(?:\s%)?)<!--(.+?)-->")
 BLOCK = re.compile(r"(<!--(table|by) (.+?)-->\n)(.*?)(<!--end-->)", re.DOTALL)
@@ -150,14 +149,12 @@ def like(shown: str, value: float) -> str:
 def precision() -> list[str]:
     """What each letter of the plan took, and half of the intervals that it reached, beside what the plan asked for."""
     lines = []
-    for letter, x in yaml.safe_load(Path(__file__).with_name("precision.yaml").read_text(encoding="utf-8")).items():
-        file = x["rows"]
-        trainings, *hours = tables.cost(read(file), x["part"])
-        about = [letter, f"{file}, {x['part']}", str(trainings), f"{sum(hours):.1f}"]
-        for what, half in x["planned"].items():
+    for letter, (file, part, halves) in yaml.safe_load((ROOT / "studies/precision.yaml").read_bytes()).items():
+        trainings, *hours = tables.cost(read(file), part)
+        about = [letter, f"{file}, {part}", str(trainings), f"{sum(hours):.1f}"]
+        for what, half in halves.items():
             (_, low, high), (_, seeds, *_) = of_conditions(*fully(r"(\w+) (.+)", what), file)
             lines.append(line([*about, f"`{what}`", seeds, f"{half:.3f}", f"{(high - low) / 2:.3f}"]))
-            about = [""] * len(about)
     return lines
 
 

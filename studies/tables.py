@@ -219,20 +219,26 @@ def task_section(rows: Rows, task: str) -> list[str]:
         for seeds in found.values():
             hits = 100 * np.array([row.hits for row in seeds])  # [seeds, texts], %
             whole = np.mean([whole_answers(row.answers) for row in seeds])
-            cells.append(f"{interval_text(*mean_interval(hits), '.0f')}, {whole:.0f}")
+            cells.append(f"{of_seeds(hits)}, {whole:.0f}")
         curves = [Curve([*at]) for at in zip(*found.values(), strict=True)]
         for levels in ([SOLVED] * len(curves), [OWN * (curve.first.accuracy or 1) for curve in curves]):
             contexts = [effective_context(curve, x)[0] for curve, x in zip(curves, levels, strict=True)]
             cells.append(" ".join(describe_context(n, ns) for n in contexts))
         cells += [f"{100 * np.mean([row.answers[d] for row in found[ns[-1]]]):.0f}" for d in distances]
-        beyond = mean_interval(100 * gain_parts.beyond_window(rows, run, label, ns[-1]))
-        cells.append("" if label == "window" else interval_text(*beyond, "+.0f"))
+        cells.append("" if label == "window" else of_seeds(100 * gain_parts.beyond_window(rows, run, label, ns[-1])))
         name = f"`{run.removeprefix(f'{task}-')}`" + ("" if label == "none" else f", {label}")
         lines.append(line([name, str(len(curves)), *cells]))
     columns = ["", "seeds", *(f"n = {n}: tokens, whole" for n in ns)]
     columns += [f"effective context of each seed, {x}" for x in ("80 %", f"85 % of the tokens at {ns[0]}")]
     columns += [f"distance {d} at n = {ns[-1]}" for d in distances]
     return [*header([*columns, f"distance {distances[-1]} less the window control's"]), *lines]
+
+
+def of_seeds(shares: np.ndarray) -> str:
+    """Of percentages [seeds, texts]: the mean with its interval, or with the range of two seeds, too few for one."""
+    if len(shares) == 2:
+        return mean_and_range(shares.mean(axis=1).tolist(), lambda x: f"{x:.0f}")
+    return interval_text(*mean_interval(shares), ".0f")
 
 
 def cost_section(rows: Rows) -> list[str]:
