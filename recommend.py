@@ -21,7 +21,8 @@ from hf.deploy import deployment
 from hf.open import open_run
 from measure import recommendation
 from measure.evaluation import NONE, Evaluation, requested_method
-from measure.report import gain_text, print_table, print_wrapped
+from measure.intervals import interval_text
+from measure.report import print_table, print_wrapped
 
 PERPLEXITY = 2 / 3  # its share of the time; the rest is for copying, if perplexity decides for no method
 
@@ -62,7 +63,7 @@ def recommend(cfg: RecommendConfig) -> None:
     rows = {}
     for m, x in sorted(gains.items(), key=lambda item: -item[1].mean()):
         perplexity = math.exp(min(loss - x.mean(), 700))
-        rows[m] = {"perplexity": f"{perplexity:.2f}", "gain": gain_text(x.mean(), *recommendation.interval(x))}
+        rows[m] = {"perplexity": f"{perplexity:.2f}", "gain": interval_text(x.mean(), *recommendation.interval(x))}
         rows[m] |= {"cost": recommendation.text(costs[m])} if m in costs else {}
     print_table(rows)
     missing = [m for m in (*methods, NONE.label) if m not in gains]

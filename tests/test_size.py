@@ -11,7 +11,7 @@ from tests.source import ROOT, code_lines, functions, imports_of, python_files, 
 
 # Limits, and where they are above the aim, the aim: a limit rises only with what a new feature needs
 BUDGETS = {
-    "commands": 530,
+    "commands": 531,
     "conf": 557,
     "data": 526,
     "engine": 768,
@@ -21,7 +21,7 @@ BUDGETS = {
     "hf": 1222,
     "studies": 1763,
     "bench": 297,
-    "product": 8999,
+    "product": 9000,
     "tests": 8000,
 }
 AIMS = BUDGETS | {"commands": 450, "conf": 400, "data": 520, "engine": 750}
