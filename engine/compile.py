@@ -69,8 +69,10 @@ def compile_blocks(model: GPT, fallback: bool = True) -> None:
     functorch: Any = torch._functorch.config
     functorch.force_non_lazy_backward_lowering = True
     torch.compiler.reset()  # what an earlier job of a sweep compiled counts against dynamo's limit of recompilations
-    # Compiled on a CPU, T5's bias at ctx=1024 trains to NaN. As a decorator this would import dynamo in every process.
-    attention.attend_blocks = torch.compiler.disable(attention.attend_blocks)
+    # Compiled on a CPU, T5's bias at ctx=1024 trains to NaN, and so does linear attention in bfloat16. As a decorator
+    # this would import dynamo in every process.
+    for name in ("attend_blocks", "linear_attention"):
+        setattr(attention, name, torch.compiler.disable(getattr(attention, name)))
     recomputed = any("forward" in vars(block) for block in model.blocks)
     for block in model.blocks:
         vars(block).pop("forward", None)

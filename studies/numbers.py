@@ -92,8 +92,7 @@ def of_conditions(what: str, text: str, file: str) -> tuple[Value, Listed]:
     rows = read(file)
     conditions = [read_condition(at, rows.trained_ctx) for at in text.split(" - ")]
     found = [rows.find(at.run, at.label, at.n) for at in conditions]
-    if what in ("headroom", "share"):
-        found.append(fine_tuned(rows, conditions[0].n))
+    found += [fine_tuned(rows, conditions[0].n)] if what in ("headroom", "share") else []
     used = [row for seeds in found for row in seeds.values()]
     ensure(all(found), f"{file}.jsonl has no rows of it")
     if what == "difference":

@@ -156,7 +156,8 @@ def rotated_scores(inv_freq: torch.Tensor, relative: torch.Tensor) -> Scores:
 def compile_for(monkeypatch: pytest.MonkeyPatch, model: gpt.GPT, backend="inductor", fallback: bool = False) -> None:
     """Compile a model as training does, until the end of the test. Without the fallback an error is raised."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    monkeypatch.setattr(attention, "attend_blocks", attention.attend_blocks)  # which compile_blocks replaces
+    for name in ("attend_blocks", "linear_attention"):  # which compile_blocks replaces
+        monkeypatch.setattr(attention, name, getattr(attention, name))
     compile_blocks(model, fallback)
 
 

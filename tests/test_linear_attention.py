@@ -4,10 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from conf.cli import train_settings
 from conf.registry import yaml_values
-from model import linear_attention
+from model import gpt, linear_attention
 from model.scaling import NO_CHANGE, TrainedContext, resolve
-from tests.helpers import encoding_of, model_of, random_tokens
+from tests.helpers import compile_for, encoding_of, model_of, random_tokens
 
 
 @pytest.mark.parametrize("window", [None, 1, 37, 300])
@@ -42,3 +43,19 @@ def test_linear_attention_is_causal_and_sees_the_rotation():
     assert (model(x, torch.arange(24) * 2) - model(x)).abs().max() > 1e-2
     pi = resolve(yaml_values("scaling", "pi"), TrainedContext("rope", 8, model.pos.inv_freq, "linear"), 24, 24)
     assert (model(x, change=pi) - model(x)).abs().max() > 1e-3
+
+
+def test_compiled_training_in_bfloat16_has_the_gradients_of_uncompiled_training(monkeypatch):
+    """With two chunks. Compiled itself, linear attention has gradients that are NaN on a CPU."""
+    size = ("model.n_layers=1", "model.n_heads=1", "model.width=64")
+    model, x = gpt.build(train_settings("attention=linear", *size), vocab_size=50), random_tokens(time=257)
+
+    def gradients():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.losses(x[:, :-1], x[:, 1:]).mean()
+        return torch.autograd.grad(loss, [*model.parameters()])
+
+    want = gradients()
+    compile_for(monkeypatch, model)
+    for got, wanted in zip(gradients(), want, strict=True):
+        assert (got - wanted).abs().max() < 0.05 * wanted.abs().max()
