@@ -22,7 +22,7 @@ from measure.groups import FEWEST
 from measure.intervals import Estimate, interval_text, q_values
 from model.spectrum import frequencies
 from studies.decay import HEAD_DIM, POSITIONS, score
-from studies.rows import RESULTS, Rows, compare, fill, line, publish, read_rows
+from studies.rows import RESULTS, Rows, Seeds, compare, fill, line, publish, read_rows
 
 ALPHA = 0.05
 HOLDS, REFUTED, UNDECIDED, MISSING = "holds", "refuted", "undecided", "not run"
@@ -65,13 +65,13 @@ class Check:
 
     def measure(self, rows: Rows) -> Estimate | None:
         """The mean of loss(a) - loss(b); None without rows, or with too few seeds for a difference between runs."""
-        a, b = (rows.find(at.run, at.label, at.n) for at in (self.a, self.b))
+        a, b = self.conditions(rows)
         runs = () if self.since is None else (self.a.run, self.b.run)
         return compare(a, b, [rows.find(run, "none", self.since or 0) for run in runs])
 
-    def seeds(self, rows: Rows) -> tuple[int, int]:
-        """Of both conditions."""
-        return len(rows.find(self.a.run, self.a.label, self.a.n)), len(rows.find(self.b.run, self.b.label, self.b.n))
+    def conditions(self, rows: Rows) -> list[Seeds]:
+        """The rows of both."""
+        return [rows.find(at.run, at.label, at.n) for at in (self.a, self.b)]
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def what_would_decide(result: Result) -> str:
 
 
 def measure(claim: Claim, rows: Rows) -> Result:
-    seeds = [min(check.seeds(rows)) for check in claim.checks if not isinstance(check, DecayCheck)]
+    seeds = [min(map(len, check.conditions(rows))) for check in claim.checks if not isinstance(check, DecayCheck)]
     return Result(claim, [check.measure(rows) for check in claim.checks], min(seeds, default=1))
 
 
@@ -213,7 +213,7 @@ def describe(check: Check, result: Estimate | None, rows: Rows) -> str:
     if result is not None:
         text = interval_text(result.mean, *result.interval) if result.variance else f"{result.mean:+.3f}"  # exact
         text += " (one seed: documents only)" if result.variance and result.seeds == 1 else ""
-    elif min(check.seeds(rows)):
+    elif all(check.conditions(rows)):
         each = (" ".join(f"{x:.2f}" for x in rows.losses(at.run, at.label, at.n)) for at in (check.a, check.b))
         text = f"losses {' against '.join(each)}"
     else:
@@ -234,11 +234,12 @@ def with_q(p_of: Sequence[float | None]) -> list[float | None]:
     return [None if p is None else next(q) for p in p_of]
 
 
-def origin(claim: Claim, plan: str) -> str:
-    """The file of the rows that test a claim, and the command that measures them."""
+def origin(claim: Claim, plan: str, rows: Rows) -> str:
+    """The file of the rows that test a claim, their commits, and the command that measures them."""
     if any(isinstance(check, DecayCheck) for check in claim.checks):
         return "`python -m studies.decay`"
-    return f"`{plan}.jsonl`, `python -m studies.matrix --plan {plan}`" if claim.checks else ""
+    seen = sorted({row.commit for c in claim.checks for seeds in c.conditions(rows) for row in seeds.values()})
+    return f"`{plan}.jsonl` ({' '.join(seen)}), `python -m studies.matrix --plan {plan}`" if claim.checks else ""
 
 
 def claims_section(plan: str, rows: Rows, claims: Sequence[Claim]) -> list[str]:
@@ -253,7 +254,7 @@ def claims_section(plan: str, rows: Rows, claims: Sequence[Claim]) -> list[str]:
         verdict = f"by construction: {claim.by_construction}" if claim.by_construction else x.verdict(q_of_claim)
         verdict = f"**{verdict}**" + (", one seed" if one and verdict in (HOLDS, REFUTED) else "")
         cells = [str(claim.number), claim.claim, f"{claim.source}: {claim.reported}", measured]
-        cells += [origin(claim, plan), "" if claim.by_construction else str(x.seeds)]
+        cells += [origin(claim, plan, rows), "" if claim.by_construction else str(x.seeds)]
         lines.append(line([*cells, q_text(q_of_claim), verdict]))
     return lines
 

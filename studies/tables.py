@@ -26,11 +26,11 @@ WIDE = 0.2  # nats: where the gains of seeds are in two groups and differ by mor
 
 
 def mean_and_range(values: Sequence[float], show: Callable[[float], str]) -> str:
-    """`20.0 (10.0-40.0)`; only the mean for one value; empty for none."""
+    """`20.0 (10.0 to 40.0)`; only the mean for one value; empty for none."""
     if not len(values):
         return ""
     mean, low, high = show(float(np.mean(values))), show(min(values)), show(max(values))
-    return mean if len(values) == 1 else f"{mean} ({low}-{high})"
+    return mean if len(values) == 1 else f"{mean} ({low} to {high})"
 
 
 def perplexity(rows: Rows, run: str, label: str, n: int) -> str:
@@ -61,8 +61,7 @@ def gain_table(columns: list[str], gains: dict[str, list[Estimate | str]]) -> li
     def show(cell: Estimate | str, q: float | None) -> str:
         if isinstance(cell, str):
             return cell
-        q_of_cell = q_text(q)
-        return f"{text(cell)} q{'' if q_of_cell.startswith('<') else '='}{q_of_cell}"
+        return f"{text(cell)} q={q_text(q)}".replace("=<", "<")
 
     q = iter(with_q([None if isinstance(cell, str) else cell.p for cells in gains.values() for cell in cells]))
     lines = [line([name, *(show(cell, next(q)) for cell in cells)]) for name, cells in gains.items()]

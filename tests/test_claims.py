@@ -290,7 +290,7 @@ def test_tasks_have_tokens_whole_answers_and_effective_contexts():
     cells, _ = tables.task_section(Rows([*rows, row("mqar-rope", "none", 256, 0, [0, 0], hits=[0, 0])]), "recall")[2:]
     _, name, seeds, *cells, contexts, own, near, far, beyond, _ = (cell.strip() for cell in cells.split("|"))
     assert (name, seeds, contexts, own, near, far) == ("`rope`", "2", *[">= 512 256"] * 2, "94", "62")
-    assert beyond == "62 (38-88)"
+    assert beyond == "62 (38 to 88)"
     assert [(cell.split()[0], cell.split()[-1]) for cell in cells] == [("94", "75"), ("78", "50")]
 
 

@@ -1,12 +1,13 @@
 """The numbers of README.md and docs/findings.md: those of the committed rows, and on rows made by hand."""
 
 import math
+import re
 
 import numpy as np
 import pytest
 
 from measure.intervals import estimate
-from studies import numbers
+from studies import numbers, tables
 from studies.rows import RESULTS, Rows
 from tests.helpers import ROOT, study_row as row
 
@@ -66,3 +67,12 @@ def test_the_pages_have_the_numbers_of_the_rows_and_no_others():
     assert texts["results/numbers.md"].count("\n| ") > 80
     quick = numbers.BLOCK.search(texts["README.md"]).group(4)
     assert {*quick.splitlines()} <= {f"    {line}" for line in (RESULTS / "quick.md").read_text().splitlines()}
+
+
+def test_numbers_by_a_command_stand_on_a_page_that_it_writes():
+    pages = {"tables": [*tables.REPORTS], "repeats": ["repeats.md"]}
+    texts = {name: "".join((RESULTS / page).read_text() for page in of) for name, of in pages.items()}
+    written = {f"by python -m studies.{name}": {*re.findall(numbers.NUMBER, text)} for name, text in texts.items()}
+    marked = [x for path in numbers.PAGES for x in numbers.MARKED.findall((ROOT / path).read_text()) if x[1] in written]
+    assert len(marked) > 5
+    assert [x for x in marked if not {*re.findall(numbers.NUMBER, x[0])} <= written[x[1]]] == []
