@@ -5,6 +5,7 @@
     base        perplexity against RoPE's base
     reach       every encoding and layer schedule at L and at 8 L, with its best method, too
     real        the scaling methods on a real model, on code and on books
+    ladder      the scaling methods on rope, by size
 
 Each is written as PNG, SVG and PDF to results/. The same rows give the same files. A band is the range over seeds; with
 fewer than three seeds, the seeds are points instead. `--page FILE` writes the rows as an HTML page instead.
@@ -24,9 +25,9 @@ from measure import plots
 from measure.curves import Curve
 from measure.page import write_page
 from measure.plots import CONTROL_DASHES, NAMES, color_of
-from studies.plan import REAL_DOCUMENTS
+from studies.plan import LADDER, REAL_DOCUMENTS
 from studies.rows import RESULTS, Rows, StudyRow, read_rows
-from studies.spectrum import base_bound, scale_matched_base
+from studies.spectrum import base_bound
 
 HEAD_DIM = 64  # of every size of the study
 FEWEST_FOR_A_BAND = 3  # seeds: the range of two of them says little
@@ -135,14 +136,23 @@ def scaling(rows: Rows) -> Any:
     return over_context(rows, {f"{title}\n{describe_seeds(rows, ['rope'])}": lines}, width=9, space=34)
 
 
-def real(rows: Rows) -> Any:
-    """The real model with scaling methods and its window control, in a panel for each corpus."""
-    methods = dict.fromkeys(label for _, label, _ in rows.by_condition)
+def panels_of(rows: Rows, runs: Iterable[str]) -> Any:
+    """Scaling methods and the window control, in a panel for each run."""
+    methods, panels = dict.fromkeys(label for _, label, _ in rows.by_condition), {}
     styles = {m: {"color": color_of("methods", m), "linestyle": "-"} for m in methods} | {"window": CONTROL}
-    panels = {}
-    for run in (f"smollm2-{corpus}" for corpus in REAL_DOCUMENTS):
+    for run in runs:
         panels[run] = [over_lengths(rows, run, m, NAMES.get(m, m), style) for m, style in styles.items()]
-    return over_context(rows, panels, width=13, between=0.4)
+    return over_context(rows, panels, width=6.5 * len(panels), between=0.4)
+
+
+def real(rows: Rows) -> Any:
+    """The real model, on each corpus."""
+    return panels_of(rows, [f"smollm2-{corpus}" for corpus in REAL_DOCUMENTS])
+
+
+def ladder(rows: Rows) -> Any:
+    """rope at each size."""
+    return panels_of(rows, [f"ladder-{size}" for size in LADDER])
 
 
 def base(rows: Rows) -> Any:
@@ -157,11 +167,8 @@ def base(rows: Rows) -> Any:
     ax.set_xticks(list(runs), [f"{b:,.0f}" for b in runs], fontsize=8)
     ax.xaxis.set_minor_locator(NullLocator())
 
-    # two published rules for the base, named at the right one, as a text at the left one would cross its line
-    matched, bound = scale_matched_base(HEAD_DIM, L), base_bound(HEAD_DIM, L)
-    names = f"{bound:,.0f}: lower bound for L = {L} (Men et al.)\n{matched:,.0f}: slowest pair rotates as in Llama 2"
-    plots.mark(ax, matched, "")
-    plots.mark(ax, bound, names, 1)
+    bound = base_bound(HEAD_DIM, L)
+    plots.mark(ax, bound, f"{bound:,.0f}: lower bound for L = {L} (Men et al.)", 1)
     ax.set_ylim(top=ax.get_ylim()[1] * 1.3)  # room for the text above
     title = f"RoPE with different bases, trained at {L} and evaluated at n tokens"
     ax.set(xlabel="base of RoPE in pre-training", title=f"{title}\n{describe_seeds(rows, runs.values())}")
@@ -203,6 +210,7 @@ FIGURES = {
     base: ("encodings", "base"),
     reach: ("encodings", "encodings"),
     real: ("real", "real"),
+    ladder: ("ladder", "ladder"),
 }
 
 

@@ -2,7 +2,7 @@
 
     python -m studies.spectrum
 
-Prints what two published rules say about the base, and draws the rotations of each pair within L tokens.
+Prints what a published rule says about the base, and draws the rotations of each pair within L tokens.
 """
 
 import argparse
@@ -20,7 +20,6 @@ from measure import plots
 from model.scaling import TrainedContext, resolve
 from model.spectrum import frequencies, rotations, warning
 
-LLAMA2_SLOWEST = 0.075  # rotations of Llama 2's slowest pair within its 4096 tokens (head_dim 128, base 10000)
 METHODS = ("none", "pi", "ntk", "yarn", "yarn_paper", "ntk_mixed")
 
 
@@ -42,9 +41,8 @@ def main() -> None:
     print(f"{int((turns < 1).sum())} of {len(turns)} pairs never complete a rotation within {L} tokens")
     longest = 2 * math.pi * args.base ** ((args.rotary_dim - 2) / args.rotary_dim)
     print(f"longest wavelength, 2 pi b^((d - 2) / d): {longest:,.1f} tokens")
-    bound, matched = base_bound(args.rotary_dim, L), scale_matched_base(args.rotary_dim, L)
+    bound = base_bound(args.rotary_dim, L)
     print(f"smallest base that keeps B(m) >= 0 up to {L} (arXiv 2405.14591): {bound:,.0f}")
-    print(f"base whose slowest pair rotates as in Llama 2: {matched:,.0f}")
     by_method = rotations_by_method(trained, args.factor)
     settings = f"rotary_dim {args.rotary_dim}, base {args.base:g}, extension factor {args.factor:g}"
     draw(by_method, L, f"Rotations of each RoPE pair within L = {L} tokens ({settings})", out)
@@ -67,11 +65,6 @@ def base_bound(rotary_dim: int, ctx: int) -> float:
         if len(bases):
             return bases[0].item()
     return math.inf
-
-
-def scale_matched_base(rotary_dim: int, ctx: int) -> float:
-    """The base at which the slowest pair rotates as often within ctx as Llama 2's does within 4096 tokens."""
-    return (ctx / (2 * math.pi * LLAMA2_SLOWEST)) ** (rotary_dim / (rotary_dim - 2))
 
 
 def scaled(trained: TrainedContext, knobs: dict[str, Any], n: int) -> Tensor:

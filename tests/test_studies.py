@@ -39,10 +39,6 @@ def test_base_bound_is_where_the_sum_of_cosines_becomes_negative():
     assert all(lowest(bound * (1 - x)) < 0 for x in (0.001, 0.01, 0.1, 0.3))
 
 
-def test_scale_matched_base_of_llama_2_is_10000():
-    assert spectrum_study.scale_matched_base(128, 4096) == pytest.approx(10000, rel=0.01)
-
-
 def test_spectrum_study_draws_a_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["spectrum", "--ctx", "128", "--rotary-dim", "32", "--out", str(tmp_path / "s")])
     spectrum_study.main()
