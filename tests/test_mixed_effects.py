@@ -10,6 +10,7 @@ from scipy import integrate, optimize, stats
 
 from measure import intervals as mixed_effects
 from measure.intervals import Estimate, estimate
+from studies import gain_parts
 from studies.rows import RESULTS, difference, read_rows
 
 RNG = np.random.default_rng(0)
@@ -177,3 +178,13 @@ def test_coverage_of_the_difference_between_two_groups(S, T):
         variance, df = mixed_effects.variance_of_mean(a + easy, b + easy)
         error = abs(a.mean(axis=(1, 2)) - b.mean(axis=(1, 2)))
         assert (error <= mixed_effects.half_width(variance, df) + 1e-12).mean() >= 0.93, (s, i, ratio)
+
+
+@pytest.mark.parametrize("group, lowest", [("none", 0.93), ("< 2048", 0.88)])
+def test_coverage_of_the_gain_of_a_group(group, lowest):
+    """Of yarn's at 8 L, resampled from the rows; least where few documents have most of the targets."""
+    sums, counts = gain_parts.gains_of_groups(read_rows(RESULTS / "rope.jsonl"), "rope", "yarn", 2048)[group]
+    ratio, rng, (S, D) = sums.sum() / counts.sum(), np.random.default_rng(5), sums.shape
+    draws = [np.ix_(rng.integers(S, size=S), rng.integers(D, size=D)) for _ in range(1000)]
+    intervals = [mixed_effects.ratio_interval(sums[draw], counts[draw]) for draw in draws]
+    assert np.mean([low <= ratio <= high for _, low, high in intervals]) >= lowest
