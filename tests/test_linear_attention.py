@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conf.cli import train_settings
 from conf.registry import yaml_values
-from model import gpt, linear_attention
+from model import attention, linear_attention
 from model.scaling import NO_CHANGE, TrainedContext, resolve
 from tests.helpers import compile_for, encoding_of, model_of, random_tokens
 
@@ -45,17 +44,15 @@ def test_linear_attention_is_causal_and_sees_the_rotation():
     assert (model(x, change=pi) - model(x)).abs().max() > 1e-3
 
 
-def test_compiled_training_in_bfloat16_has_the_gradients_of_uncompiled_training(monkeypatch):
-    """With two chunks. Compiled itself, linear attention has gradients that are NaN on a CPU."""
-    size = ("model.n_layers=1", "model.n_heads=1", "model.width=64")
-    model, x = gpt.build(train_settings("attention=linear", *size), vocab_size=50), random_tokens(time=257)
+def test_linear_attention_is_not_compiled(monkeypatch):
+    """Compiled by Inductor for a CPU, its gradients in bfloat16 are NaN (results/log.md, 2026-11-26)."""
+    model, x, compiling = model_of("rope", "attention=linear"), random_tokens(1, 25), []
 
-    def gradients():
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model.losses(x[:, :-1], x[:, 1:]).mean()
-        return torch.autograd.grad(loss, [*model.parameters()])
+    def spy(*args):
+        compiling.append(torch.compiler.is_compiling())
+        return linear_attention.linear_attention(*args)
 
-    want = gradients()
-    compile_for(monkeypatch, model)
-    for got, wanted in zip(gradients(), want, strict=True):
-        assert (got - wanted).abs().max() < 0.05 * wanted.abs().max()
+    monkeypatch.setattr(attention, "linear_attention", spy)
+    compile_for(monkeypatch, model, "aot_eager")
+    model.losses(x[:, :-1], x[:, 1:])
+    assert compiling == [False] * len(model.blocks)
