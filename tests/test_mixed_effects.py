@@ -180,11 +180,11 @@ def test_coverage_of_the_difference_between_two_groups(S, T):
         assert (error <= mixed_effects.half_width(variance, df) + 1e-12).mean() >= 0.93, (s, i, ratio)
 
 
-@pytest.mark.parametrize("group, lowest", [("none", 0.93), ("< 2048", 0.88)])
-def test_coverage_of_the_gain_of_a_group(group, lowest):
-    """Of yarn's at 8 L, resampled from the rows; least where few documents have most of the targets."""
+@pytest.mark.parametrize("group", ["none", "< 2048"])
+def test_coverage_of_the_gain_of_a_group(group):
+    """Of yarn's at 8 L, resampled from the rows; in the second one a few documents have most of the variance."""
     sums, counts = gain_parts.gains_of_groups(read_rows(RESULTS / "rope.jsonl"), "rope", "yarn", 2048)[group]
     ratio, rng, (S, D) = sums.sum() / counts.sum(), np.random.default_rng(5), sums.shape
-    draws = [np.ix_(rng.integers(S, size=S), rng.integers(D, size=D)) for _ in range(1000)]
+    draws = [np.ix_(rng.integers(S, size=S), rng.integers(D, size=D)) for _ in range(3000)]
     intervals = [mixed_effects.ratio_interval(sums[draw], counts[draw]) for draw in draws]
-    assert np.mean([low <= ratio <= high for _, low, high in intervals]) >= lowest
+    assert np.mean([low <= ratio <= high for _, low, high in intervals]) >= 0.93

@@ -17,7 +17,7 @@ BUDGETS = {
     "engine": 769,
     "kernels": 338,
     "model": 1546,
-    "measure": 1452,
+    "measure": 1453,
     "hf": 1222,
     "studies": 1762,
     "bench": 297,
