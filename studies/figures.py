@@ -152,7 +152,7 @@ def real(rows: Rows) -> Any:
 
 def ladder(rows: Rows) -> Any:
     """rope at each size."""
-    return panels_of(rows, [f"ladder-{size}" for size in LADDER])
+    return panels_of(rows, [run for size in LADDER if (run := f"ladder-{size}") in rows.runs("ladder")])
 
 
 def base(rows: Rows) -> Any:

@@ -45,23 +45,24 @@ def part_of_gain(rows: Rows, run: str, label: str, n: int, reward: bool) -> np.n
     return sum(chosen, np.zeros(1)) / sum(counts for _, counts in groups.values()) if groups else np.array([])
 
 
-def fine_tuned(rows: Rows, n: int) -> Seeds:
-    """The better run that was fine-tuned at n tokens, directly or with YaRN, from the same seeds of rope."""
-    found = (rows.find(f"{method}-{n // rows.trained_ctx}L", "none", n) for method in ("none", "yarn"))
-    return min(filter(None, found), key=lambda seeds: difference(seeds, rows.find("rope", BAR, n)).mean(), default={})
+def fine_tuned(rows: Rows, run: str, n: int) -> Seeds:
+    """The better run that was fine-tuned at n tokens, directly or with YaRN, from the same seeds of this one."""
+    prefix = "" if run == "rope" else f"{run}-"
+    found = (rows.find(f"{prefix}{method}-{n // rows.trained_ctx}L", "none", n) for method in ("none", "yarn"))
+    return min(filter(None, found), key=lambda seeds: difference(seeds, rows.find(run, BAR, n)).mean(), default={})
 
 
-def headroom(rows: Rows, n: int) -> np.ndarray:
+def headroom(rows: Rows, run: str, n: int) -> np.ndarray:
     """How much lower the loss of the better fine-tuned run is than the better control's, [seeds, documents]."""
-    return difference(rows.find("rope", BAR, n), fine_tuned(rows, n))
+    return difference(rows.find(run, BAR, n), fine_tuned(rows, run, n))
 
 
-def share_of_headroom(rows: Rows, label: str, n: int) -> tuple[float, float, float] | None:
-    """The gain of rope with this method in the headroom, with its interval, on the seeds that have both.
+def share_of_headroom(rows: Rows, run: str, label: str, n: int) -> tuple[float, float, float] | None:
+    """The gain of a run with this method in the headroom, with its interval, on the seeds that have both.
 
     None without seeds, or without headroom.
     """
-    three = rows.find("rope", BAR, n), rows.find("rope", label, n), fine_tuned(rows, n)
+    three = rows.find(run, BAR, n), rows.find(run, label, n), fine_tuned(rows, run, n)
     shared = set.intersection(*map(set, three))
     bar, method, tuned = ({seed: seeds[seed] for seed in shared} for seeds in three)
     gains, most = difference(bar, method), difference(bar, tuned)

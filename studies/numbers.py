@@ -75,10 +75,10 @@ MEASURES: dict[str, Callable[..., Value]] = {
     "gain": lambda rows, *at: interval(rows.gain(*at)),
     "tax": lambda rows, *at: interval(part_of_gain(rows, *at, reward=False)),
     "reward": lambda rows, *at: interval(part_of_gain(rows, *at, reward=True)),
-    "headroom": lambda rows, _, __, n: interval(headroom(rows, n)),
+    "headroom": lambda rows, run, _, n: interval(headroom(rows, run, n)),
     "right": lambda rows, *at: interval(np.array([row.hits for row in rows.find(*at).values()])),
     "beyond": lambda rows, *at: interval(beyond_window(rows, *at)),
-    "share": lambda rows, _, label, n: share_of_headroom(rows, label, n) or interval(np.array([])),
+    "share": lambda rows, *at: share_of_headroom(rows, *at) or interval(np.array([])),
 }
 
 
@@ -92,7 +92,7 @@ def of_conditions(what: str, text: str, file: str) -> tuple[Value, Listed]:
     rows = read(file)
     conditions = [read_condition(at, rows.trained_ctx) for at in text.split(" - ")]
     found = [rows.find(at.run, at.label, at.n) for at in conditions]
-    found += [fine_tuned(rows, conditions[0].n)] if what in ("headroom", "share") else []
+    found += [fine_tuned(rows, conditions[0].run, conditions[0].n)] if what in ("headroom", "share") else []
     used = [row for seeds in found for row in seeds.values()]
     ensure(all(found), f"{file}.jsonl has no rows of it")
     if what == "difference":

@@ -30,6 +30,7 @@ FURTHER_WITH_LOGN = ("rerope_leaky",)
 FURTHER_SEEDS = 2
 # Fine-tuned to so many L -> with these methods, evaluated at so many L; 1: what the further steps alone are worth
 EXTENSIONS = {1: ("none",), 2: ("none", "yarn"), 4: ("none", "pi", "ntk", "yarn"), 8: ("none", "yarn")}
+FINETUNED = "optim.lr=5e-4", "optim.warmup=5"
 EXTENDED_LENGTHS = {1: (1,), 2: (2,), 4: (4, 5, 8), 8: (8,)}
 BASES = (100, 500, 1_000_000)  # besides the default of 10000
 # Of each part
@@ -164,7 +165,7 @@ def rope_jobs(size: Size, seed: int) -> Iterator[Job]:
     yield from_scratch(size, "rope", "rope", seed, *methods, *(further if seed < FURTHER_SEEDS else ()))
     for multiple, method in ((k, m) for k, of_length in EXTENSIONS.items() for m in of_length):
         lengths = Evaluation(size.lengths(*EXTENDED_LENGTHS[multiple]))
-        settings = (f"ctx={multiple * size.L}", f"scaling={method}", "optim.lr=5e-4", "optim.warmup=5")
+        settings = (f"ctx={multiple * size.L}", f"scaling={method}", *FINETUNED)
         yield from_run(size, "finetune", f"{method}-{multiple}L", seed, *settings, evaluations=(lengths,))
 
 
@@ -211,7 +212,10 @@ def ladder_jobs(size: Size, seed: int) -> Iterator[Job]:
     methods = Evaluation(near, ("pi", "ntk", "yarn")), Evaluation(near, ("rerope",), ("plus=logn",))
     for name, model in LADDER.items():
         settings = ("pos=rope", "data=python", *model)
-        yield from_scratch(size, "ladder", f"ladder-{name}", seed, *methods, settings=settings)
+        run, tuned = f"ladder-{name}", Evaluation(size.lengths(4))
+        yield from_scratch(size, "ladder", run, seed, *methods, settings=settings)
+        further = f"ctx={4 * size.L}", "scaling=yarn", *FINETUNED
+        yield from_run(size, "ladder", f"{run}-yarn-4L", seed, *further, evaluations=(tuned,), run=run)
 
 
 def task_jobs(size: Size, seed: int) -> Iterator[Job]:

@@ -39,10 +39,8 @@ def main() -> None:
     trained = TrainedContext("rope", L, frequencies(args.rotary_dim, args.base))
     turns = rotations(trained.inv_freq, L)
     print(f"{int((turns < 1).sum())} of {len(turns)} pairs never complete a rotation within {L} tokens")
-    longest = 2 * math.pi * args.base ** ((args.rotary_dim - 2) / args.rotary_dim)
-    print(f"longest wavelength, 2 pi b^((d - 2) / d): {longest:,.1f} tokens")
-    bound = base_bound(args.rotary_dim, L)
-    print(f"smallest base that keeps B(m) >= 0 up to {L} (arXiv 2405.14591): {bound:,.0f}")
+    print(f"longest wavelength, 2 pi b^((d - 2) / d): {2 * math.pi / trained.inv_freq[-1]:,.1f} tokens")
+    print(f"smallest base that keeps B(m) >= 0 up to {L} (arXiv 2405.14591): {base_bound(args.rotary_dim, L):,.0f}")
     by_method = rotations_by_method(trained, args.factor)
     settings = f"rotary_dim {args.rotary_dim}, base {args.base:g}, extension factor {args.factor:g}"
     draw(by_method, L, f"Rotations of each RoPE pair within L = {L} tokens ({settings})", out)

@@ -18,7 +18,7 @@ from measure.report import OWN, describe_context, effective_context, whole_answe
 from studies import gain_parts
 from studies.claims import q_text, with_q
 from studies.plan import EXTENSIONS, LADDER, REAL_DOCUMENTS, REAL_TOKENS, SHORTER, SOLVED, TASKS
-from studies.rows import BAR, RESULTS, Rows, compare, difference, fill, header, line, publish, read_rows, rows_if_any
+from studies.rows import BAR, RESULTS, Rows, difference, fill, header, line, publish, read_rows, rows_if_any
 
 WIDE = 0.2  # nats: where the gains of seeds are in two groups and differ by more, they stand in place of an interval
 
@@ -118,7 +118,7 @@ def parts_section(rows: Rows, *runs: str) -> list[str]:
         if run in runs and label != "window" and multiple in (2, 4, 8):
             parts = [gain_parts.part_of_gain(rows, run, label, n, reward) for reward in (True, False)]
             if len(parts[0]):
-                share = gain_parts.share_of_headroom(rows, label, n) if run == "rope" else None
+                share = gain_parts.share_of_headroom(rows, run, label, n)
                 percent = interval_text(*(100 * x for x in share), ".0f") if share else ""
                 name = f"`{label}`" if len(runs) == 1 else f"`{run}`, {label}"
                 cells = [name, str(len(seeds)), *(text(estimate(part)) for part in parts), percent]
@@ -161,9 +161,7 @@ def base_section(rows: Rows) -> list[str]:
 def finetune_section(rows: Rows) -> list[str]:
     """The fine-tuned runs, and the headroom at the lengths that they were fine-tuned at."""
     runs, L = {run: f"`{run}`" for run in rows.runs("finetune")}, rows.trained_ctx
-    if not runs:
-        return []
-    found = {multiple: gain_parts.headroom(rows, multiple * L) for multiple in EXTENSIONS}
+    found = {multiple: gain_parts.headroom(rows, "rope", multiple * L) for multiple in EXTENSIONS}
     rooms = [f"{multiple} L {text(estimate(room))}" for multiple, room in found.items() if len(room)]
     return [*by_length(rows, runs), "", f"Headroom, nats per token: {', '.join(rooms)}."]
 
@@ -197,13 +195,17 @@ def rises_section(rows: Rows) -> list[str]:
 
 
 def ladder_section(rows: Rows) -> list[str]:
-    """The gain of every method at every size, and of PI over no scaling."""
-    ns, cells = [multiple * rows.trained_ctx for multiple in (2, 4, 8)], {}
-    for run in map("ladder-{}".format, LADDER):
-        cells |= {f"`{run}`, `{m}`": [gain(rows, run, m, n) for n in ns] for m in methods_of(rows, run)}
-        found = [compare(rows.find(run, "none", n), rows.find(run, "pi", n)) for n in ns]
-        cells[f"`{run}`, `none` - `pi`"] = [x or "" for x in found]
-    return gain_table([f"{n // rows.trained_ctx} L" for n in ns], cells)
+    """The gain of every method at every size, and of PI over no scaling, with the slope of the line through them."""
+    L, sizes = rows.trained_ctx, np.log10([float(size.removesuffix("M")) for size in LADDER])
+    slope = (sizes - sizes.mean()) / sizes.var() / len(sizes)  # of least squares: a weighted sum of the gains
+    methods, cells = [m for m in methods_of(rows, f"ladder-{next(iter(LADDER))}") if m != "window"], {}
+    for name, worse, better in (*((f"`{m}`", BAR, m) for m in methods), ("`pi` over `none`", "none", "pi")):
+        for n in (2 * L, 4 * L, 8 * L):
+            gains = [difference(*(rows.find(f"ladder-{size}", x, n) for x in (worse, better))) for size in LADDER]
+            *others, last = (weight * gain for weight, gain in zip(slope, gains, strict=True))
+            growth = estimate(last, *(-x for x in others)) if min(map(len, gains)) >= FEWEST else ""
+            cells[f"{name}, {n // L} L"] = [*map(in_seeds, gains), growth]
+    return gain_table([*LADDER, "for ten times the parameters"], cells)
 
 
 def task_section(rows: Rows, task: str) -> list[str]:
@@ -258,13 +260,12 @@ def cost(rows: Rows, part: str) -> tuple[int, float, float]:
 
 def targets_text(rows: Rows) -> str:
     """`the last 64 tokens of each of 8 windows in 32 held-out documents (2 windows at n = 4096)`"""
-    nones = {row.n: row for row in rows.rows if row.label == "none"}
-    windows = {n: len(row.scored_windows) for n, row in sorted(nones.items())}
+    windows = {row.n: len(row.scored_windows) for row in rows.rows if row.label == "none"}
     most, first = max(windows.values()), rows.rows[0]
-    fewer = [f"{count} at n = {n}" for n, count in windows.items() if count < most]
-    what = f"{most} windows in {first.documents} held-out documents"
-    note = f" (fewer windows: {', '.join(fewer)})" if fewer else ""
-    return f"the last {round(first.targets_per_window)} tokens of each of {what}{note}"
+    fewer = ", ".join(f"{count} at n = {n}" for n, count in sorted(windows.items()) if count < most)
+    note = f" (fewer windows: {fewer})" if fewer else ""
+    where = f"{most} windows in {first.documents} held-out documents{note}"
+    return f"the last {round(first.targets_per_window)} tokens of each of {where}"
 
 
 def rope_report() -> str:
@@ -300,19 +301,16 @@ def encodings_report() -> str:
 
 def ladder_report() -> str:
     """The text of results/ladder.md."""
-    rows = rows_if_any("ladder")
-    if not rows:
-        return fill("ladder.md", sizes=[], noise=[], gains=[], cost=[])
-    runs = [f"ladder-{name}" for name in LADDER]
+    rows, runs = read_rows(RESULTS / "ladder.jsonl"), [f"ladder-{name}" for name in LADDER]
     tables = {"sizes": by_length(rows, {run: f"`{run}`" for run in runs}), "noise": noise_section(rows, *runs)}
-    return fill("ladder.md", **tables, gains=ladder_section(rows), cost=cost_section(rows))
+    tables |= {"gains": ladder_section(rows), "parts": parts_section(rows, *runs)}
+    return fill("ladder.md", **tables, cost=cost_section(rows))
 
 
 def tasks_report() -> str:
     """The text of results/tasks.md."""
-    rows = rows_if_any("tasks")
-    found = {task: task_section(rows, task) if rows else [] for task in TASKS}
-    return fill("tasks.md", **found, cost=cost_section(rows) if rows else [])
+    rows = read_rows(RESULTS / "tasks.jsonl")
+    return fill("tasks.md", **{task: task_section(rows, task) for task in TASKS}, cost=cost_section(rows))
 
 
 def real_report() -> str:

@@ -238,16 +238,16 @@ def test_tax_and_reward_add_up_to_the_gain_which_is_a_share_of_the_headroom():
             rows.append(row(run, label, n, seed, nats, groups=groups, command=f"init=rope-s{seed}"))
     rows = Rows(rows)
     reward, tax = (gain_parts.part_of_gain(rows, "rope", "yarn", 512, of) for of in (True, False))
-    gains, most = rows.gain("rope", "yarn", 512), gain_parts.headroom(rows, 512)
+    gains, most = rows.gain("rope", "yarn", 512), gain_parts.headroom(rows, "rope", 512)
     assert tax + reward == pytest.approx(gains) and tax.shape == (4, 6)
     of_window, of_yarn = (np.array(rows.find("rope", x, 512)[0].groups["< 512"][0]) for x in ("window", "yarn"))
     assert reward[0] == pytest.approx((of_window - of_yarn) / counts.sum(axis=0))
     assert most == pytest.approx(difference(rows.find("rope", "window", 512), rows.find("yarn-2L", "none", 512)))
-    share, low, high = gain_parts.share_of_headroom(rows, "yarn", 512)
+    share, low, high = gain_parts.share_of_headroom(rows, "rope", "yarn", 512)
     assert share == pytest.approx(gains.mean() / most.mean()) and low < share < high
     # where the first seed was not evaluated with yarn and the last one not fine-tuned, two seeds have both
     fewer = [x for x in rows.rows if (x.label, x.seed) != ("yarn", 0) and (x.name, x.seed) != ("yarn-2L", 3)]
-    share, *_ = gain_parts.share_of_headroom(Rows(fewer), "yarn", 512)
+    share, *_ = gain_parts.share_of_headroom(Rows(fewer), "rope", "yarn", 512)
     assert share == pytest.approx(gains[1:3].mean() / most[1:3].mean())
 
 

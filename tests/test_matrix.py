@@ -158,7 +158,7 @@ def test_rope_has_all_methods_and_its_fine_tunings_a_headroom(here):
     labels = {row.label for row in rows.rows if row.name == "rope"}
     assert {"ntk", "rerope", "ntk_by_parts", "pi factor=8.0", "yarn + logn"} <= labels
     reward = gain_parts.part_of_gain(rows, "rope", "yarn", 256, reward=True)
-    assert gain_parts.headroom(rows, 256).shape == reward.shape == (1, 4)
+    assert gain_parts.headroom(rows, "rope", 256).shape == reward.shape == (1, 4)
 
 
 @pytest.mark.slow
