@@ -60,7 +60,8 @@ def corpora_of_the_study(cache: str) -> Iterator[tuple[str, str, int, int, dict[
     """(plan, run, L, n, shares) of each run and length of which the gains are predicted."""
     size = load_size("default")
     knobs = {"windows": size.windows, "scored_tokens": size.scored_tokens}
-    for plan, run, data in (("rope", "rope", "sympy"), ("books", "books-rope", "books")):
+    runs = ("rope", "rope", "sympy"), ("books", "books-rope", "books"), ("ladder", "ladder-3.7M", "python")
+    for plan, run, data in runs:
         corpus = corpora.prepare(yaml_values("data", data), cache)
         for n in size.lengths(2, 4, 8):
             yield plan, run, size.L, n, shares(corpus, size.L, n, 8 * size.L, size.documents, **knobs)
