@@ -169,7 +169,8 @@ class Estimate:
 def estimate(*groups: np.ndarray) -> Estimate:
     """The mean of differences [S, D] with its variance, or the difference between the means of two groups of runs.
 
-    In nats per token, D >= 2. Of two groups [S, D] and [T, D] the components are the sums, and the seeds the fewer.
+    In nats per token, D >= 2. Of two groups [S, D] and [T, D] the components are the sums, and the seeds the fewer. Of
+    more groups: the mean of the first less those of all others.
     """
     variance, df = (float(x) for x in variance_of_mean(*groups))
     mean = float(groups[0].mean() - sum(x.mean() for x in groups[1:]))

@@ -1,10 +1,11 @@
 """What gains and differences of the study consist of: tax and reward, headroom, far answers, chance, an equal RoPE."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from measure.intervals import half_width, ratio_interval
+from measure.intervals import Estimate, estimate, half_width, ratio_interval
 from studies.plan import SHORTER
 from studies.rows import BAR, Rows, Seeds, difference
 
@@ -89,6 +90,16 @@ def chance(losses: np.ndarray, trainings: int) -> float:
     losses: of trainings that differ only in the seed.
     """
     return float(half_width(2 * losses.var(ddof=1) / trainings, len(losses) - 1))
+
+
+def growth(sizes: Sequence[float], gains: Sequence[np.ndarray]) -> Estimate:
+    """How much a gain grows when the parameters are tenfold: the slope of the least-squares line, nats per token.
+
+    gains: of each size, of independent trainings on the same documents, [seeds, documents].
+    """
+    x = np.log10(sizes)
+    *others, last = (weight * gain for weight, gain in zip((x - x.mean()) / x.var() / len(x), gains, strict=True))
+    return estimate(last, *(-each for each in others))
 
 
 def rise_of_rope(rows: Rows, n: int, loss: float) -> np.ndarray:

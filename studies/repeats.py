@@ -28,7 +28,7 @@ from measure.breakdowns import antecedent_groups
 from measure.tasks.matched import Matched
 from studies.gain_parts import CATEGORIES, category, gains_of_groups
 from studies.plan import REAL, REAL_CTX, REAL_DOCUMENTS, REAL_TOKENS, load_size
-from studies.rows import RESULTS, Rows, fill, header, line, publish, read_rows, rows_if_any
+from studies.rows import RESULTS, Rows, fill, header, line, publish, read_rows
 from studies.tables import gain, text
 
 METHODS = ("yarn", "rerope + logn", "ntk", "pi")
@@ -78,11 +78,12 @@ def report(rows: Rows, cache: str) -> str:
     of_corpora = header(["run", "n / L", *CATEGORIES])
     predictions = header(["run", "n / L", "method", "predicted", "measured"])
     for plan, run, L, n, found in corpora_of_the_study(cache):
+        path = RESULTS / f"{plan}.jsonl"
         of_corpora.append(line([f"`{run}`", f"{n // L}", *(f"{100 * found[name]:.1f} %" for name in CATEGORIES)]))
         for label in METHODS:
             gains = gains_by_category(rows, label, n // L * rows.trained_ctx)
             predicted = sum((found[name] * of_seeds for name, of_seeds in gains.items()), np.zeros(1))
-            measured = gain(rows_of_plan, run, label, n) if (rows_of_plan := rows_if_any(plan)) else ""
+            measured = gain(read_rows(path), run, label, n) if path.exists() else ""
             cells = [f"{predicted.mean():+.3f} ({predicted.min():+.3f} to {predicted.max():+.3f})"]
             cells.append(measured if isinstance(measured, str) else text(measured))
             predictions.append(line([f"`{run}`", f"{n // L}", f"`{label}`", *cells]))

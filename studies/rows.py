@@ -165,11 +165,6 @@ def read_rows(path: Path) -> Rows:
 # ---- reports ----
 
 
-def rows_if_any(plan: str) -> Rows | None:
-    path = RESULTS / f"{plan}.jsonl"
-    return read_rows(path) if path.exists() else None
-
-
 def line(cells: Sequence[str]) -> str:
     """One line of a Markdown table."""
     return "| " + " | ".join(cells) + " |"

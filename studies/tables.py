@@ -18,7 +18,7 @@ from measure.report import OWN, describe_context, effective_context, whole_answe
 from studies import gain_parts
 from studies.claims import q_text, with_q
 from studies.plan import EXTENSIONS, LADDER, REAL_DOCUMENTS, REAL_TOKENS, SHORTER, SOLVED, TASKS
-from studies.rows import BAR, RESULTS, Rows, difference, fill, header, line, publish, read_rows, rows_if_any
+from studies.rows import BAR, RESULTS, Rows, difference, fill, header, line, publish, read_rows
 
 WIDE = 0.2  # nats: where the gains of seeds are in two groups and differ by more, they stand in place of an interval
 
@@ -195,15 +195,13 @@ def rises_section(rows: Rows) -> list[str]:
 
 
 def ladder_section(rows: Rows) -> list[str]:
-    """The gain of every method at every size, and of PI over no scaling, with the slope of the line through them."""
-    L, sizes = rows.trained_ctx, np.log10([float(size.removesuffix("M")) for size in LADDER])
-    slope = (sizes - sizes.mean()) / sizes.var() / len(sizes)  # of least squares: a weighted sum of the gains
+    """The gain of every method at every size, and of PI over no scaling, and how it grows."""
+    L, sizes = rows.trained_ctx, [float(size.removesuffix("M")) for size in LADDER]
     methods, cells = [m for m in methods_of(rows, f"ladder-{next(iter(LADDER))}") if m != "window"], {}
     for name, worse, better in (*((f"`{m}`", BAR, m) for m in methods), ("`pi` over `none`", "none", "pi")):
         for n in (2 * L, 4 * L, 8 * L):
             gains = [difference(*(rows.find(f"ladder-{size}", x, n) for x in (worse, better))) for size in LADDER]
-            *others, last = (weight * gain for weight, gain in zip(slope, gains, strict=True))
-            growth = estimate(last, *(-x for x in others)) if min(map(len, gains)) >= FEWEST else ""
+            growth = gain_parts.growth(sizes, gains) if min(map(len, gains)) >= FEWEST else ""
             cells[f"{name}, {n // L} L"] = [*map(in_seeds, gains), growth]
     return gain_table([*LADDER, "for ten times the parameters"], cells)
 
@@ -284,9 +282,9 @@ def about(rows: Rows) -> dict[str, Any]:
 
 def tables_of(plan: str, run: str) -> list[str]:
     """The tables of a run with every method: perplexity, gain, tax and reward."""
-    rows = rows_if_any(plan)
-    tables = [section(rows, run) for section in (methods_section, gains_section, parts_section)] if rows else []
-    return [text for table in tables if table for text in (*table, "")][:-1]
+    rows = read_rows(RESULTS / f"{plan}.jsonl")
+    tables = [section(rows, run) for section in (methods_section, gains_section, parts_section)]
+    return [text for table in tables for text in (*table, "")][:-1]
 
 
 def encodings_report() -> str:

@@ -74,6 +74,12 @@ def test_two_groups_have_the_intervals_of_welch_and_of_pairs():
     assert estimate(*of_documents).interval == pytest.approx(paired)
 
 
+def test_growth_is_the_slope_of_the_least_squares_line():
+    sizes, gains = (0.7, 3.7, 11), [RNG.normal(k, 1, (4, 9)) for k in (0, 2, 3)]
+    want = np.polyfit(np.log10(sizes), [of_size.mean() for of_size in gains], 1)[0]
+    assert gain_parts.growth(sizes, gains).mean == pytest.approx(want)
+
+
 def test_equal_differences_are_exact():
     result = estimate(np.zeros((3, 8)))
     assert result.interval == (0, 0) and result.p_above(-0.1) == 0 and result.p_above(0) == 1
