@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from measure.intervals import Estimate, estimate, half_width, ratio_interval
+from measure.intervals import Estimate, estimate, half_width, mean_interval, ratio_interval
 from studies.plan import SHORTER
 from studies.rows import BAR, Rows, Seeds, difference
 
@@ -61,13 +61,13 @@ def headroom(rows: Rows, run: str, n: int) -> np.ndarray:
 def share_of_headroom(rows: Rows, run: str, label: str, n: int) -> tuple[float, float, float] | None:
     """The gain of a run with this method in the headroom, with its interval, on the seeds that have both.
 
-    None without seeds, or without headroom.
+    None without seeds, or where the interval of the headroom is not above 0.
     """
     three = rows.find(run, BAR, n), rows.find(run, label, n), fine_tuned(rows, run, n)
     shared = set.intersection(*map(set, three))
     bar, method, tuned = ({seed: seeds[seed] for seed in shared} for seeds in three)
     gains, most = difference(bar, method), difference(bar, tuned)
-    if not shared or most.mean() <= 0:
+    if not shared or mean_interval(most)[1] <= 0:
         return None
     return ratio_interval(gains, most)
 
