@@ -43,7 +43,7 @@ EVALUATED_WITH = {
         *("gemma3", "gemma4", "olmo3", "sssl", "smollm3"),
     ),
     ("logn",): ("swan", "drope", "rope_to_swan"),
-    ("pi",): ("random_float",),  # as its paper reads
+    ("pi",): ("random_float", "rope_half", "rope_quarter"),  # random_float as its paper reads
     ("pi", "ntk", "yarn"): ("rope", "complete_pairs", *(f"base{base}" for base in BASES)),
 }
 OWN = {name: methods for methods, names in EVALUATED_WITH.items() for name in names}
@@ -184,7 +184,7 @@ def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
         yield from_scratch(size, "encodings", name, seed, own(name))
     for name, divisor in SHORTER.items():
         settings = ("pos=rope", f"steps={size.training.steps // divisor}")
-        yield from_scratch(size, "encodings", name, seed, Evaluation(lengths), settings=settings)
+        yield from_scratch(size, "encodings", name, seed, own(name), settings=settings)
     for base in BASES:
         settings = ("pos=rope", f"pos.base={base}")
         yield from_scratch(size, "base", f"base{base}", seed, own(f"base{base}", near), settings=settings)
