@@ -42,7 +42,7 @@ FULL = ("README.md", "docs/findings.md")  # where all measured numbers have a co
 PAGES = (*FULL, *(f"docs/{x}.md" for x in ("choosing", "encodings", "layers", "measuring", "scaling", "tasks")))
 NUMBER = r"[+-]?\d+(?:,\d{3})*(?:\.\d+)?"
 MARKED = re.compile(rf"({NUMBER}(?:\s+\[{NUMBER},\s+{NUMBER}\]|\s+to\s+{NUMBER})?(?:\s%)?)<!--(.+?)-->")
-BLOCK = re.compile(r"(<!--(table|by) (.+?)-->\n)(.*?)(<!--end-->)", re.DOTALL)
+BLOCK = re.compile(r"(<!--(table|by) ([^>]+)-->\n)(.*?)(<!--end-->)", re.DOTALL)
 COMMENT = r"(\w+) (.+?)(?: in (\w+))?"
 # Numbers that are not measured: in code, pictures and links, multiples of L, sizes, versions, numbers of papers, limits
 PLAIN = r"(?ms)^```.*?^```|^    .*?$|`[^`]*`|!\[[^]]*\]|\]\([^)]*\)|[\d.]+ L\b|[\d.]+M\b|Python 3\.\d+"
