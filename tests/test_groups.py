@@ -150,8 +150,8 @@ def test_ratio_weights_documents_by_their_targets():
     sums, counts, D = rng.normal(2, 1, 12), rng.integers(0, 9, 12), 12
     weights = 1 + 1e-6 * np.vstack((np.zeros(D), np.eye(D)))  # the infinitesimal jackknife
     mean, *shifted = (weights @ sums) / (weights @ counts)
-    variance = ((np.array(shifted) - mean) ** 2).sum() * 1e12 * D / (D - 1)
-    want = stats.t.interval(0.95, D - 1, mean, variance**0.5)
+    square = (1e6 * (np.array(shifted) - mean)) ** 2  # its effective number of documents: the degrees of freedom
+    want = stats.t.interval(0.95, square.sum() ** 2 / (square**2).sum(), mean, (square.sum() * D / (D - 1)) ** 0.5)
     assert ratio_interval(sums, counts) == pytest.approx((mean, *want), rel=1e-4)
     assert ratio_interval(4 * sums, np.full(D, 4)) == pytest.approx(mean_interval(sums[None]))
 
