@@ -146,8 +146,9 @@ def group_rows(evaluation: Evaluation, curves: dict[str, Curve], method: Method,
         same = not losses_file(files[method.label], row).exists() and row.nll == none[row.n].nll
         losses = target_losses(files["none" if same else method.label], row)
         control = target_losses(files[bar.label], bar)[:, picked]
+        group = groups.of(row)
         for i, name in enumerate(groups.names):
-            inside = groups.of(row) == i  # [documents, windows, scored]
+            inside = group == i  # [documents, windows, scored]
             counts = inside.sum(axis=(1, 2))
             loss, reference = ((x * inside).sum(axis=(1, 2)) for x in (losses, control))
             found: dict[str, Any] = {"run": row.run, "label": row.label, "n": row.n, "group": name}

@@ -63,8 +63,7 @@ def run_script(argv: list[str], deadline: float, prefix: str = "") -> None:
     if code in (130, 143, -signal.SIGINT, -signal.SIGTERM):  # it was stopped by a signal, perhaps as it started
         raise Stopped
     if code:
-        failed = f"`python {' '.join(argv)}` failed with exit code {code}"
-        raise UserError(f"{failed}; run the same command again to resume from there")
+        raise UserError(f"`python {' '.join(argv)}` failed with exit code {code}; run the same command again to resume")
 
 
 def copy(lines: Iterable[str], prefix: str) -> None:

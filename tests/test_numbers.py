@@ -53,7 +53,7 @@ def test_numbers_are_written_in_the_form_that_stands_there(by_hand):
         ("0.1 [0.0, 0.2]<!--difference rope @1 - rope yarn @2 ? 0-->", "no longer right"),
         ("0.1<!--difference rope @1 - alibi @1-->", "too few seeds"),
         ("0.1<!--loss xpos @1-->", "no rows"),
-        ("the loss is 2.5 at 2.5 L", "the loss is 2.5"),
+        ("1<!--by x--> 2<!--seeds rope @1-->\nthe loss is 2.5 at 2.5 L\n<!--end-->", "the loss is 2.5"),
     ],
 )
 def test_what_the_rows_do_not_say_is_wrong(text, wrong, by_hand):
