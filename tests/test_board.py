@@ -138,6 +138,7 @@ def test_a_stopped_entry_is_not_there_until_the_same_command_has_ended_it(here, 
     assert Path("board/rope/rows.jsonl").exists() and not [*Path("runs").rglob("rows.jsonl")]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_an_entry_is_trained_and_evaluated(here, monkeypatch):
     """With two seeds, in child processes."""
