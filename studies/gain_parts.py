@@ -102,13 +102,14 @@ def growth(sizes: Sequence[float], gains: Sequence[np.ndarray]) -> Estimate:
     return estimate(last, *(-each for each in others))
 
 
-def rise_of_rope(rows: Rows, n: int, loss: float) -> np.ndarray:
-    """How much the loss of rope without scaling rises from L to n tokens [seeds, documents], where this loss is at L.
+def rise_of_rope(rows: Rows, run: str, n: int) -> np.ndarray:
+    """How much the loss of a rope without scaling that has this run's loss at L rises to n tokens [seeds, documents].
 
     Interpolated between rope and the runs of SHORTER; that of rope for lower losses, and empty for higher ones.
     """
-    L, runs = rows.trained_ctx, [run for run in ("rope", *SHORTER) if rows.find(run, "none", n)]
-    known = sorted((rows.losses(run, "none", L).mean(), run) for run in runs)
+    L, ropes = rows.trained_ctx, [name for name in ("rope", *SHORTER) if rows.find(name, "none", n)]
+    loss, *losses = (rows.losses(name, "none", L).mean() for name in (run, *ropes))
+    known = sorted(zip(losses, ropes, strict=True))
     if not known or loss > known[-1][0]:
         return np.array([])
     rises = [difference(rows.find(run, "none", n), rows.find(run, "none", L)) for _, run in known]

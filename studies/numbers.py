@@ -32,9 +32,8 @@ from conf.errors import UserError, ensure, user_errors
 from conf.registry import ROOT
 from engine.files import write_atomically
 from measure.intervals import mean_interval
-from studies import tables
+from studies import gain_parts, tables
 from studies.claims import fully, read_condition
-from studies.gain_parts import beyond_window, chance, fine_tuned, headroom, part_of_gain, share_of_headroom
 from studies.plan import PLANS
 from studies.rows import RESULTS, Rows, StudyRow, compare, fill, line, read_rows
 
@@ -71,14 +70,15 @@ MEASURES: dict[str, Callable[..., Value]] = {
     "perplexity": lambda rows, *at: np.exp(over_seeds(rows.losses(*at))).tolist(),
     "seeds": lambda rows, *at: over_seeds([len(rows.find(*at))]),
     "sd": lambda rows, *at: over_seeds([rows.losses(*at).std(ddof=1)]),
-    "chance": lambda rows, *at: over_seeds([chance(rows.losses(*at), 1)]),  # one training against one
+    "chance": lambda rows, *at: over_seeds([gain_parts.chance(rows.losses(*at), 1)]),  # one training against one
     "gain": lambda rows, *at: interval(rows.gain(*at)),
-    "tax": lambda rows, *at: interval(part_of_gain(rows, *at, reward=False)),
-    "reward": lambda rows, *at: interval(part_of_gain(rows, *at, reward=True)),
-    "headroom": lambda rows, run, _, n: interval(headroom(rows, run, n)),
+    "tax": lambda rows, *at: interval(gain_parts.part_of_gain(rows, *at, reward=False)),
+    "reward": lambda rows, *at: interval(gain_parts.part_of_gain(rows, *at, reward=True)),
+    "headroom": lambda rows, run, _, n: interval(gain_parts.headroom(rows, run, n)),
     "right": lambda rows, *at: interval(np.array([row.hits for row in rows.find(*at).values()])),
-    "beyond": lambda rows, *at: interval(beyond_window(rows, *at)),
-    "share": lambda rows, *at: share_of_headroom(rows, *at) or interval(np.array([])),
+    "beyond": lambda rows, *at: interval(gain_parts.beyond_window(rows, *at)),
+    "rise_of_rope": lambda rows, run, _, n: interval(gain_parts.rise_of_rope(rows, run, n)),
+    "share": lambda rows, *at: gain_parts.share_of_headroom(rows, *at) or interval(np.array([])),
 }
 
 
@@ -92,7 +92,7 @@ def of_conditions(what: str, text: str, file: str) -> tuple[Value, Listed]:
     rows = read(file)
     conditions = [read_condition(at, rows.trained_ctx) for at in text.split(" - ")]
     found = [rows.find(at.run, at.label, at.n) for at in conditions]
-    found += [fine_tuned(rows, conditions[0].run, conditions[0].n)] if what in ("headroom", "share") else []
+    found += [gain_parts.fine_tuned(rows, conditions[0].run, conditions[0].n)] if what in ("headroom", "share") else []
     used = [row for seeds in found for row in seeds.values()]
     ensure(all(found), f"{file}.jsonl has no rows of it")
     if what == "difference":
@@ -111,8 +111,7 @@ def origin(file: str, rows: Iterable[StudyRow], seeds: int | str = "") -> Listed
     commits = sorted({row.commit for row in rows if row.commit})
     commands = {row.command for row in rows if row.command.startswith("python -m studies")}
     command = f"python -m studies.matrix --plan {file}" if file in PLANS else next(iter(commands), "")
-    where = f"`{command}`" if command else "[how](README.md)"
-    return [f"[{file}]({file}.jsonl)", str(seeds), " ".join(commits), where]
+    return [f"[{file}]({file}.jsonl)", str(seeds), " ".join(commits), f"`{command}`" if command else "[how](README.md)"]
 
 
 # ---- pages ----

@@ -182,9 +182,8 @@ def rises_section(rows: Rows) -> list[str]:
     for run, label in dict.fromkeys((run, label) for run, label, _ in rows.by_condition if label != "window"):
         inside = rows.find(run, "none", L)
         rises = [difference(rows.find(run, label, n), inside) for n in ns]
-        loss, is_rope = rows.losses(run, "none", L).mean(), run in ("rope", *SHORTER)
-        pairs = [(rise, gain_parts.rise_of_rope(rows, n, loss)) for rise, n in zip(rises, ns, strict=True)]
-        others = ["" if is_rope or min(map(len, pair)) < FEWEST else estimate(*pair) for pair in pairs]
+        pairs = [(rise, gain_parts.rise_of_rope(rows, run, n)) for rise, n in zip(rises, ns, strict=True)]
+        others = ["" if run in ("rope", *SHORTER) or min(map(len, x)) < FEWEST else estimate(*x) for x in pairs]
         name = f"`{run}`" + ("" if label == "none" else f", {label}")
         trained = max((row.longest_trained_ctx for row in inside.values()), default=L)
         gains = [gain(rows, run, label, n) if n > trained else "" for n in ns]
