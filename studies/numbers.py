@@ -120,7 +120,6 @@ TABLES = {  # name -> file, lines
     "default": ("default", tables.methods_section),
     "gains": ("rope", tables.gains_section),
     "antecedents": ("rope", tables.antecedents_section),
-    "encodings": ("encodings", tables.encodings_section),
 }
 
 
