@@ -223,9 +223,12 @@ def test_on_cuda_as_on_a_cpu_and_compiled_as_eager(pos, scaling, settings, kerne
 @pytest.mark.gpu
 @pytest.mark.parametrize("pos", ["rope", "fox", "t5_bias"])
 def test_gradients_in_bfloat16_are_those_of_float32_to_rounding(pos, kernel_by_device, monkeypatch):
-    """Relative to the norm of each: those of FoX's gates and T5's table are sums over all queries and keys."""
+    """Relative to the norm of each: those of FoX's gates and T5's table are sums over all queries and keys.
+
+    A fused backward pass takes a query's mean gradient from its output in bfloat16; FoX's gates sum what that leaves.
+    """
     model, _ = model_and_change(pos, "none")
-    tokens = random_tokens(2, 49)
+    tokens, limit = random_tokens(2, 49), 0.2 if pos == "fox" else 0.05
     want = losses_and_gradients(model, tokens, NO_CHANGE)
     model, tokens = model.to(GPU), tokens.to(GPU)
 
@@ -237,7 +240,7 @@ def test_gradients_in_bfloat16_are_those_of_float32_to_rounding(pos, kernel_by_d
     eager = errors()
     compile_for(monkeypatch, model, COMPILER)
     compiled = errors()
-    assert 0 < max(eager) < 0.05 and 0 < max(compiled) < 0.05
+    assert 0 < max(eager) < limit and 0 < max(compiled) < limit
 
 
 @pytest.mark.gpu
