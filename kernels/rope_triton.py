@@ -146,16 +146,15 @@ def _rope_kernel(
     *_sb, *_st, *_sh: strides of batch, time and head in elements; the stride of the last dimension is 1. p_sb: stride
     of the batch in positions, 0 if all rows share them. sign: 1, or -1 for the inverse rotation.
     """
+    is_k = tl.program_id(1) >= k_program
     b = tl.program_id(2).to(tl.int64)  # int64, as all offsets below: heads can be 2^31 elements apart
-    h = tl.program_id(1).to(tl.int64) * HEADS
+    h = (tl.program_id(1) - tl.where(is_k, k_program, 0)).to(tl.int64) * HEADS
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     # A choice of pointers, not of code: the compiler puts no load of a branch before the angles. And not by `if`, which
     # does not compile where a stride of q needs 64 bits and k's 32
-    is_k = tl.program_id(1) >= k_program
     x_ptr, y_ptr, N = tl.where(is_k, k_ptr, q_ptr), tl.where(is_k, yk_ptr, yq_ptr), tl.where(is_k, G, H)
     x_sb, x_st, x_sh = tl.where(is_k, k_sb, q_sb), tl.where(is_k, k_st, q_st), tl.where(is_k, k_sh, q_sh)
     y_sb, y_st, y_sh = tl.where(is_k, yk_sb, yq_sb), tl.where(is_k, yk_st, yq_st), tl.where(is_k, yk_sh, yq_sh)
-    h -= tl.where(is_k, k_program * HEADS, 0)
     x_row = x_ptr + b * x_sb + h * x_sh + t[:, None] * x_st
     y_row = y_ptr + b * y_sb + h * y_sh + t[:, None] * y_st
     # Of a head that does not exist no token is inside. (Triton 3.9's interpreter takes no mask & scalar as a mask.)
