@@ -1,13 +1,12 @@
 """The whole idea of this repository in one file: python minimal.py
 
 A small GPT with rotary position embedding (RoPE) is trained on windows of L = 256 tokens. On longer texts it breaks,
-because its slow rotations then reach angles that it has never seen. Position interpolation, NTK and YaRN change nothing
-but the frequencies of the rotations, without further training. Does that extend the context?
-The answer is a curve: the loss of the same held-out tokens after n = 64 .. 2048 tokens. In the control each token sees
-only the last L, and nothing breaks: only a method with a lower loss extends the context.
+because its slow rotations then reach new angles. Position interpolation, NTK and YaRN change only their frequencies,
+without further training. Does that extend the context? The answer is a curve: the loss of the same held-out tokens
+after n = 64 .. 2048 tokens. In the control each token sees the last L and nothing breaks; a method has to beat it.
 
-train.py and eval.py do this for many encodings, methods and tasks; tests/test_minimal.py compares the numbers. Letters:
-B batch, T tokens, H heads, D width of a head, C width of the model, L trained context, n evaluated context.
+train.py and eval.py do this for many encodings and tasks; tests/test_minimal.py compares the numbers. Letters: B batch,
+T tokens, H heads, D width of a head, C width of the model, L trained context, n evaluated context.
 """
 
 import argparse
@@ -24,6 +23,7 @@ from conf.registry import yaml_values
 from data.batches import batch
 from data.corpus import Corpus, prepare
 from data.held_out import long_documents
+from engine.optimizer import Muon
 
 
 @dataclass
@@ -138,7 +138,7 @@ def train(cfg: Config, corpus: Corpus) -> GPT:
     model = GPT(cfg, corpus.vocab_size).to(DEVICE)
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() == 1] + [model.tokens.weight]
-    muon = torch.optim.Muon(matrices, cfg.matrix_lr, weight_decay=0.1, ns_steps=3, adjust_lr_fn="match_rms_adamw")
+    muon = Muon(matrices, torch.bfloat16 if BFLOAT16 else torch.float32, lr=cfg.matrix_lr, weight_decay=0.1, ns_steps=3)
     adamw = torch.optim.AdamW(others, cfg.lr, betas=(0.9, 0.95), weight_decay=0, fused=True)
     for step in range(cfg.steps):
         share = min((step + 1) / cfg.warmup, (cfg.steps - step) / max(1, cfg.steps - cfg.warmup))  # up, then down

@@ -131,7 +131,7 @@ class Training:
             recompute_blocks(self.model)
         bfloat16 = devices.uses_bfloat16(device, cfg.dtype)
         self.losses = distributed.wrap_model(self.model, device, cfg.shard, bfloat16)
-        self.optimizers = make_optimizers(self.model, cfg.optim)
+        self.optimizers = make_optimizers(self.model, cfg.optim, bfloat16)
         self.done, self.seconds = 0, 0.0  # steps, and their time before this process
         if state:
             checkpoint.restore(folder, state, self.model, self.optimizers)

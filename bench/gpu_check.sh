@@ -5,8 +5,8 @@
 # minutes at most, and the benchmarks append their rows to files of results/ as they come. One that fails does not keep
 # the others from running; the exit code is then 1.
 #
-# Packages: those of README.md, and of the tests. bench.rope also measures liger-kernel, flash-attn and transformers
-# where they are installed. NANOGPT is a checkout of github.com/karpathy/nanoGPT; only the last step needs it.
+# Packages: those of README.md, and of the tests. bench.rope also measures liger-kernel and transformers where they are
+# installed. NANOGPT is a checkout of github.com/karpathy/nanoGPT; only the last step needs it.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 export WANDB_MODE=disabled MPLBACKEND=Agg

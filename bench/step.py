@@ -44,7 +44,7 @@ class Step:
             devices.keep_freed_memory()
         V = padded(cfg.data["vocab_size"])
         self.model = gpt.build(cfg, V).to(self.device)
-        self.optimizers = make_optimizers(self.model, cfg.optim)
+        self.optimizers = make_optimizers(self.model, cfg.optim, devices.uses_bfloat16(self.device, cfg.dtype))
         if cfg.compile == "true":
             compile_blocks(self.model, fallback=False)
         self.data = np.random.default_rng(0).integers(V, size=2_000_000).astype(np.uint16)

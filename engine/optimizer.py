@@ -1,6 +1,10 @@
 """AdamW and Muon, and their learning-rate schedule."""
 
+import math
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from conf.schema import OptimConfig
@@ -17,11 +21,44 @@ def schedule(step: int, steps: int, o: OptimConfig) -> float:
     return o.final_lr + (1 - o.final_lr) * (steps - step) / max(1, steps - o.warmup)
 
 
-def make_optimizers(model: GPT, o: OptimConfig) -> list[Optimizer]:
-    """AdamW, and with o.matrix_lr Muon for the matrices of the blocks (Jordan et al. 2024, kellerjordan.github.io).
+class Muon(torch.optim.Muon):
+    """torch's Muon, whose Newton-Schulz iteration is in `dtype`: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
 
-    Only these matrices decay. Muon moves a matrix along its orthogonalised momentum, at the same root mean square as
-    AdamW would (Liu et al. 2025, arXiv 2502.16982). The parameters of an encoding are AdamW's, at lr_factor times its
+    It moves a matrix along its orthogonalised momentum (Nesterov's), at the same root mean square as AdamW would (Liu
+    et al. 2025, arXiv 2502.16982). torch has the iteration in bfloat16, which took eight times as long as all the rest
+    of a training step on a CPU without instructions for it (results/log.md).
+    """
+
+    def __init__(self, params: list, dtype: torch.dtype, **options: Any):
+        super().__init__(params, **options)
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # closure: of torch's signature, not used
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                momentum.lerp_(p.grad, 1 - group["momentum"])
+                update = orthogonal(p.grad.lerp(momentum, group["momentum"]).to(self.dtype), group["ns_steps"])
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+
+
+def orthogonal(x: Tensor, steps: int) -> Tensor:
+    """Near U V^T of x = U S V^T: its singular values after so many Newton-Schulz steps are about 1."""
+    if x.shape[0] > x.shape[1]:
+        return orthogonal(x.T, steps).T
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
+    return x
+
+
+def make_optimizers(model: GPT, o: OptimConfig, bfloat16: bool = False) -> list[Optimizer]:
+    """AdamW, and with o.matrix_lr Muon for the matrices of the blocks, which computes in bfloat16 or in float32.
+
+    Only these matrices decay. The parameters of an encoding are AdamW's, at lr_factor times its
     learning rate. Each group's `peak` is its largest learning rate, with the encoding's lr_scale: train.py sets `lr`
     before every step.
     """
@@ -36,6 +73,6 @@ def make_optimizers(model: GPT, o: OptimConfig) -> list[Optimizer]:
     groups += [] if o.matrix_lr else [decaying]
     optimizers: list[Optimizer] = [torch.optim.AdamW(groups, o.lr, (o.beta1, o.beta2), weight_decay=0.0, fused=True)]
     if o.matrix_lr:
-        muon = torch.optim.Muon([decaying], momentum=o.momentum, ns_steps=o.ns_steps, adjust_lr_fn="match_rms_adamw")
-        optimizers.append(muon)
+        dtype = torch.bfloat16 if bfloat16 else torch.float32
+        optimizers.append(Muon([decaying], dtype, momentum=o.momentum, ns_steps=o.ns_steps))
     return optimizers

@@ -10,7 +10,6 @@ import functools
 import hashlib
 import itertools
 import json
-import math
 import signal
 from dataclasses import asdict
 from pathlib import Path
@@ -173,7 +172,7 @@ def enter(pos: str, size: str, seeds: int, jobs: int) -> None:
     for file, text in zip(files, code, strict=False):
         write(runs / "entry" / file.name, text.splitlines())
     todo = [job_of(size, pos, seed) for seed in range(seeds)]
-    run = functools.partial(run_job, size=plan, runs=str(runs), cache=".cache", deadline=math.inf, one=jobs == 1)
+    run = functools.partial(run_job, size=plan, runs=str(runs), cache=".cache", one=jobs == 1)
     finished = finished_jobs(todo, run, jobs)
     rows = sorted((row for _, of_job in finished for row in of_job), key=lambda row: row.seed)
     log = (f"{x.command}: {x.tokens_per_second:,} tokens/s, held-out {x.in_window:.3f} bits/byte" for x in rows)

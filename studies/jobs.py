@@ -1,11 +1,9 @@
 """One job of a study: train a run with train.py, evaluate it with eval.py, each in a child process; gather its rows."""
 
-import math
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
@@ -31,18 +29,18 @@ from studies.rows import StudyRow
 
 
 class Stopped(Exception):
-    """The deadline has passed, or the user pressed Ctrl-C."""
+    """The user pressed Ctrl-C, or the process got SIGTERM."""
 
 
 children: set[subprocess.Popen] = set()  # those of `run_script` that run now, in any thread
 stopping = threading.Event()  # set when no further ones may be started
 
 
-def run_script(argv: list[str], deadline: float, prefix: str = "") -> None:
+def run_script(argv: list[str], prefix: str = "") -> None:
     """Run a script of this repository in a child process until it ends.
 
-    argv: the script and its arguments. deadline: in seconds of time.monotonic(); when it passes, the child gets
-    SIGTERM, saves, and Stopped is raised. prefix: of each line that it prints. UserError if the child fails.
+    argv: the script and its arguments. prefix: of each line that it prints. UserError if the child fails. If this
+    process is interrupted, the child gets SIGTERM, saves, and Stopped is raised.
     """
     if stopping.is_set():
         raise Stopped
@@ -51,10 +49,9 @@ def run_script(argv: list[str], deadline: float, prefix: str = "") -> None:
     copying = threading.Thread(target=copy, args=(child.stdout or (), prefix))  # without a pipe it ends at once
     copying.start()
     children.add(child)
-    timeout = max(0.1, deadline - time.monotonic()) if deadline < math.inf else None
     try:
-        code = child.wait(timeout)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):  # Ctrl-C, or SIGTERM: see studies/matrix.py
+        code = child.wait()
+    except KeyboardInterrupt:  # Ctrl-C, or SIGTERM: see studies/matrix.py
         stop(child)
         raise Stopped from None
     finally:
@@ -85,20 +82,20 @@ def stop(*running: subprocess.Popen) -> None:
 # ---- a job ----
 
 
-def run_job(job: Job, size: Size, runs: str, cache: str, deadline: float, one: bool = True) -> list[StudyRow]:
-    """Train and evaluate; returns the job's rows. deadline: of time.monotonic(); past it, Stopped is raised.
+def run_job(job: Job, size: Size, runs: str, cache: str, one: bool = True) -> list[StudyRow]:
+    """Train and evaluate; returns the job's rows.
 
     one: no other job runs at the same time; else its name stands before each line that it prints.
     """
     prefix = "" if one else job.name
     folders = f"runs={Path(runs, job.name) if job.model else runs}", f"cache={cache}"
     if not job.model:
-        run_script(["train.py", *job.train, f"name={job.name}", *folders], deadline, prefix)
+        run_script(["train.py", *job.train, f"name={job.name}", *folders], prefix)
     opened = (f"run={job.model or job.name}", *folders, *targets(job, size))
     for evaluation in job.evaluations:
         lengths = f"ctx=[{','.join(map(str, evaluation.lengths))}]"
         methods = f"scaling={','.join(evaluation.methods)}"
-        run_script(["eval.py", "-m", *opened, lengths, methods, *evaluation.settings], deadline, prefix)
+        run_script(["eval.py", "-m", *opened, lengths, methods, *evaluation.settings], prefix)
     cfg = checked("eval", compose("eval", *opened, f"ctx={job.longest}"))
     return gather(job, open_run(cfg, torch.device("cpu")), size)
 

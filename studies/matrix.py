@@ -12,7 +12,6 @@ import functools
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -34,7 +33,6 @@ def main() -> None:
     parser.add_argument("--plan", choices=PLANS, default="rope", help="which runs: see studies/plan.py")
     parser.add_argument("--seeds", type=whole_numbers, help="such as 0 or 0,1,2; without it, those of each part")
     parser.add_argument("--only", help="names of jobs (rope-s0,base100-s0) or parts (rope, finetune; encodings, base)")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="save and stop after this time")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time, on a GPU or a machine with many cores")
     parser.add_argument("--runs", help="the folder of runs; without it, runs/matrix-SIZE")
     parser.add_argument("--cache", default=".cache", help="the folder of prepared corpora (default .cache)")
@@ -54,9 +52,9 @@ def main() -> None:
         signal.signal(number, interrupt)
     check(args.jobs >= 1, "jobs", args.jobs, "at least 1")
     share_cores(args.jobs)
-    done, deadline = 0, time.monotonic() + 60 * args.minutes
+    done = 0
     try:
-        run = functools.partial(run_job, size=size, runs=runs, cache=args.cache, deadline=deadline, one=args.jobs == 1)
+        run = functools.partial(run_job, size=size, runs=runs, cache=args.cache, one=args.jobs == 1)
         for job, new_rows in finished_jobs(todo, run, args.jobs):
             rows += new_rows
             write_jsonl(out, rows)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from engine.optimizer import make_optimizers
+from engine.optimizer import Muon, make_optimizers
 from model import attention, gpt, spectrum
 from model.masks import query_blocks
 from model.pos.alibi import slopes
@@ -94,6 +94,19 @@ def test_muon_moves_the_matrices_of_the_blocks_which_alone_decay_and_adamw_every
         assert decaying["weight_decay"] == optim.weight_decay and decaying["peak"] == 2 * (optim.matrix_lr or 0.03)
         assert [m.param_groups[0] for m in muon] == ([decaying] if choice == "muon" else [])
         assert adamw.param_groups[0]["peak"] == 0.06 and adamw.param_groups[0]["betas"] == (0.9, 0.7)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.0), (torch.float32, 1e-3)])
+def test_muon_is_torchs_and_in_float32_the_same_but_for_rounding(dtype, tolerance):
+    options: dict = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "ns_steps": 3}
+    ours, theirs = ([torch.arange(384.0).sin().view(shape) for shape in ((8, 48), (48, 8))] for _ in range(2))
+    muon, torchs = Muon(ours, dtype, **options), torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **options)
+    for step in range(3):
+        for p in (*ours, *theirs):
+            p.grad = torch.arange(384.0).add(step).square().cos().view_as(p)
+        muon.step()
+        torchs.step()
+    assert all((a - b).abs().max() <= tolerance for a, b in zip(ours, theirs, strict=True))
 
 
 # ---- thresholds in rotations ----

@@ -209,12 +209,6 @@ def test_several_jobs_at_a_time_wait_for_the_runs_that_they_start_from():
     assert order == ["bad begins"]
 
 
-def test_past_its_minutes_it_stops_and_says_so(here):
-    done = command("-m=studies.matrix", "quick", "--minutes", "0.02", "--out", "rows.jsonl", cwd=here)
-    assert done.returncode == 1 and "run the same command again to resume" in done.stderr
-    assert not (here / "rows.jsonl").exists()
-
-
 def test_the_pages_quote_intervals_of_generated_pages_and_of_the_log():
     """Of three decimals, in docs/*.md; those of README.md and findings.md are made by studies.numbers."""
 

@@ -65,7 +65,7 @@ def test_the_curves_of_a_run_are_those_of_eval(run, monkeypatch):
 
 def test_a_trained_model_is_that_of_train(run):
     """The same initial weights, batches, optimizers and schedule: after 20 steps the same loss of held-out windows, but
-    for Muon's products, which are in bfloat16: other weights of the same model by 1e-7 change this loss by 6e-4."""
+    for Muon's products where they are in bfloat16: other weights of the same model by 1e-7 then change it by 6e-4."""
     model = minimal.train(CONFIG, run.corpus)
     with torch.no_grad():
         loss = model.losses(validation_windows(run.corpus, CONFIG.ctx, run.cfg.val_windows), CONFIG.ctx).mean().item()
