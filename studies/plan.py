@@ -40,16 +40,16 @@ FEWER_WINDOWS = ("encodings", "base", "ladder")  # a quarter of the others'
 EVALUATED_WITH = {
     ("yarn",): (
         *("xpos", "pope", "fope", "rope_resonance", "rope_proportional", "gate_head", "gate_element"),
-        *("gemma3", "gemma4", "olmo3", "sssl", "smollm3"),
+        *("gemma3", "gemma4", "olmo3", "sssl", "smollm3", "rope_qk_norm"),
     ),
-    ("logn",): ("swan", "drope", "rope_to_swan"),
+    ("logn",): ("swan", "drope", "drope_qk_norm", "rope_to_swan"),
     ("pi",): ("random_float", "rope_half", "rope_quarter"),  # random_float as its paper reads
     ("pi", "ntk", "yarn"): ("rope", "complete_pairs", *(f"base{base}" for base in BASES)),
 }
 OWN = {name: methods for methods, names in EVALUATED_WITH.items() for name in names}
 OTHERS: dict[str, tuple[str, ...]] = {f"gate_{kind}": (f"model.attention_gate={kind}",) for kind in ("head", "element")}
 OTHERS |= {"random_float": ("positions=random_float", "longest={L}")}  # then positions are within L, as in its paper
-OTHERS |= {"linear_attention": ("pos=rope", "attention=linear")}
+OTHERS |= {"linear_attention": ("pos=rope", "attention=linear"), "rope_qk_norm": ("pos=rope", "model.qk_norm=true")}
 SHORTER = {"rope_half": 2, "rope_quarter": 4}  # rope with fewer steps, to compare at equal losses within L
 LARGER_BASE = 500_000  # of ABF, as Xiong et al. have it
 # Parameters -> the model; all heads have 64 dimensions, so the same frequencies
@@ -195,6 +195,8 @@ def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
     changes: dict[str, tuple[str, ...]] = {"drope": ("pos=none",), "abf": abf, "rope_to_swan": ("layers=swan",)}
     for name, change in changes.items():
         yield from_run(size, "encodings", name, seed, *change, evaluations=(own(name),))
+    long: Any = {"evaluations": (own("drope_qk_norm"),), "run": "rope_qk_norm", "steps": size.training.steps}
+    yield from_run(size, "encodings", "drope_qk_norm", seed, "pos=none", **long)
     # A copy of gemma3 in which scaling methods apply to all layers: one step saves the setting, not other weights
     everywhere = ("layers=gemma3", "layers.L.scaled=true", "optim.lr=1e-30")
     given: Any = {"evaluations": (Evaluation(lengths, ("yarn",)),), "run": "gemma3", "steps": 1}

@@ -20,7 +20,7 @@ ALLOWED = {
     "measure": {"engine", *BELOW_ENGINE},
     "hf": {"engine", *BELOW_ENGINE},
     **dict.fromkeys(COMMANDS, BELOW_COMMANDS),
-    "minimal": {"data", "conf"},
+    "minimal": {"engine", "data", "conf"},  # of engine the optimizer
     "studies": BELOW_COMMANDS,
     "bench": {"engine", *BELOW_ENGINE},
 }
