@@ -19,7 +19,7 @@ BUDGETS = {
     "model": 1546,
     "measure": 1454,
     "hf": 1222,
-    "studies": 1752,
+    "studies": 1754,
     "bench": 277,
     "product": 9000,
     "tests": 8000,
