@@ -55,8 +55,8 @@ def test_a_plan_can_be_trained_and_evaluated_as_it_says(name):
         cfg = train_settings(*job.train)
         assert (cfg.seed, cfg.batch_tokens) == (0, size.training.batch_tokens)
         divisor = plan.SHORTER.get(job.name.removesuffix("-s0"), 1)
-        short = 1 if "all_scaled" in job.name else size.finetune_steps
-        assert cfg.steps == (short if cfg.init else size.training.steps // divisor)
+        tuned = {"gemma3_all_scaled-s0": 1, "drope_qk_norm-s0": size.training.steps}.get(job.name, size.finetune_steps)
+        assert cfg.steps == (tuned if cfg.init else size.training.steps // divisor)
         if cfg.init:
             assert names.index(cfg.init) < names.index(job.name)
             parent = train_settings(*next(x.train for x in jobs if x.name == cfg.init))
