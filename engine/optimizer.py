@@ -37,8 +37,9 @@ class Muon(torch.optim.Muon):
     def step(self, closure: Any = None) -> Any:  # closure: of torch's signature, not used
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
-                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                momentum.lerp_(p.grad, 1 - group["momentum"])
+                if not (state := self.state[p]):
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                momentum = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
                 update = orthogonal(p.grad.lerp(momentum, group["momentum"]).to(self.dtype), group["ns_steps"])
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
@@ -58,9 +59,8 @@ def orthogonal(x: Tensor, steps: int) -> Tensor:
 def make_optimizers(model: GPT, o: OptimConfig, bfloat16: bool = False) -> list[Optimizer]:
     """AdamW, and with o.matrix_lr Muon for the matrices of the blocks, which computes in bfloat16 or in float32.
 
-    Only these matrices decay. The parameters of an encoding are AdamW's, at lr_factor times its
-    learning rate. Each group's `peak` is its largest learning rate, with the encoding's lr_scale: train.py sets `lr`
-    before every step.
+    Only these matrices decay. The parameters of an encoding are AdamW's, at lr_factor times its learning rate. Each
+    group's `peak` is its largest learning rate, with the encoding's lr_scale: train.py sets `lr` before every step.
     """
     scale = model.pos.lr_scale
     named = list(model.named_parameters())

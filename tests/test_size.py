@@ -14,7 +14,7 @@ BUDGETS = {
     "commands": 531,
     "conf": 557,
     "data": 526,
-    "engine": 793,
+    "engine": 794,
     "kernels": 338,
     "model": 1546,
     "measure": 1454,
