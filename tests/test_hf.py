@@ -32,6 +32,8 @@ pytestmark = pytest.mark.reference
 def cases() -> list[tuple[str, str]]:
     few = {family: ["default", "longrope"] for family in CASES if family.startswith(("phi3", *reading.VARIANTS))}
     few |= {family: ["default"] for family in CASES if family.startswith(reading.NO_ROPE_TYPES)}
+    most = [name for name in reading.rope_types(1) if not name.startswith("yarn, ")]  # llama has those, too
+    few |= {family: most for family in CASES if family != "llama" and family not in few}
     return [(f, r) for f in CASES for r in few.get(f, reading.rope_types(1)) if (f, r) != ("stablelm", "proportional")]
 
 
