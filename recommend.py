@@ -21,7 +21,6 @@ from hf.deploy import deployment
 from hf.open import open_run
 from measure import recommendation
 from measure.evaluation import NONE, Evaluation, requested_method
-from measure.intervals import interval_text
 from measure.report import print_table, print_wrapped
 
 PERPLEXITY = 2 / 3  # its share of the time; the rest is for copying, if perplexity decides for no method
@@ -47,11 +46,10 @@ def recommend(cfg: RecommendConfig) -> None:
 
     # ---- measure: perplexity, and in the time left copying ----
     with torch.inference_mode():
-        started, until = time.monotonic(), began + PERPLEXITY * seconds
+        until = began + PERPLEXITY * seconds
         control, loss, gains, costs = recommendation.compare(texts, list(methods.values()), until)
         chosen, hits = recommendation.choose(gains, costs), {}
-        a_round = (time.monotonic() - started) / len(gains[control])  # one of copying takes about as long
-        if not chosen and time.monotonic() + 2 * a_round < began + seconds:
+        if not chosen and time.monotonic() < (until + began + seconds) / 2:  # half of the rest is left
             settings.ctx, settings.task = [ctx], yaml_values("task", "copying")
             best = sorted(costs, key=lambda m: -gains[m].mean())[:2]
             copying = Evaluation(run, settings, device)
@@ -63,7 +61,7 @@ def recommend(cfg: RecommendConfig) -> None:
     rows = {}
     for m, x in sorted(gains.items(), key=lambda item: -item[1].mean()):
         perplexity = math.exp(min(loss - x.mean(), 700))
-        rows[m] = {"perplexity": f"{perplexity:.2f}", "gain": interval_text(x.mean(), *recommendation.interval(x))}
+        rows[m] = {"perplexity": f"{perplexity:.2f}", "gain": recommendation.text(x)}
         rows[m] |= {"cost": recommendation.text(costs[m])} if m in costs else {}
     print_table(rows)
     missing = [m for m in (*methods, NONE.label) if m not in gains]

@@ -12,6 +12,7 @@
 Groups are computed from the losses of single targets that are in a file beside every curve; nothing is measured again.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,15 @@ class Groups:
     windows: list[int]  # those scored up to NEAR
     group: np.ndarray  # int [documents, windows, scored]: the group of each of their targets
 
-    def of(self, row: Row) -> np.ndarray:
-        """The groups of the targets of a row, [documents, windows of the row, scored]."""
-        return self.group[:, [self.windows.index(w) for w in row.scored_windows]]
+    def sums(self, windows: list[int], *losses: np.ndarray) -> Iterator[tuple[str, np.ndarray, list[np.ndarray]]]:
+        """(its name, the number of its targets, the sums of their nats) of each group, all [documents].
+
+        losses: of the targets of these windows, [documents, windows, scored].
+        """
+        group = self.group[:, [self.windows.index(w) for w in windows]]
+        for i, name in enumerate(self.names):
+            inside = group == i
+            yield name, inside.sum(axis=(1, 2)), [(x * inside).sum(axis=(1, 2)) for x in losses]
 
 
 # ---- the groups ----
@@ -146,13 +153,9 @@ def group_rows(evaluation: Evaluation, curves: dict[str, Curve], method: Method,
         same = not losses_file(files[method.label], row).exists() and row.nll == none[row.n].nll
         losses = target_losses(files["none" if same else method.label], row)
         control = target_losses(files[bar.label], bar)[:, picked]
-        group = groups.of(row)
-        for i, name in enumerate(groups.names):
-            inside = group == i  # [documents, windows, scored]
-            counts = inside.sum(axis=(1, 2))
-            loss, reference = ((x * inside).sum(axis=(1, 2)) for x in (losses, control))
+        for name, counts, (loss, reference) in groups.sums(row.scored_windows, losses, control):
             found: dict[str, Any] = {"run": row.run, "label": row.label, "n": row.n, "group": name}
-            found |= {"targets": int(counts.sum()), "share": round(float(inside.mean()), 4)}
+            found |= {"targets": int(counts.sum()), "share": round(counts.sum() / losses.size, 4)}
             found |= dict.fromkeys(("loss", "control", "gain", "low", "high"))  # None for a group without targets
             if counts.any():
                 found |= {"loss": loss.sum() / counts.sum(), "control": reference.sum() / counts.sum()}

@@ -82,6 +82,7 @@ class Curve:
     rows: list[Row]
     written: float = 0.0  # modification time of the file, seconds: of two curves the newer one is used
     named: str = ""  # its group, if that is not its run
+    file: Path | None = None  # that it was read from
 
     @property
     def first(self) -> Row:
@@ -156,7 +157,7 @@ def read_curve(path: Path) -> Curve:
         raise UserError(f"{path}: {what}: move it away and evaluate again") from None
     if path.parent.name == "eval":
         rows = [replace(row, run=path.parents[1].name) for row in rows]
-    return Curve(rows, path.stat().st_mtime)
+    return Curve(rows, path.stat().st_mtime, file=path)
 
 
 def read_run(folder: Path, digest: str | None) -> list[Curve]:

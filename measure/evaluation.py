@@ -52,14 +52,11 @@ def requested_method(cfg: CommonConfig) -> Method:
     return Method(" + ".join([describe("scaling", cfg.scaling), *cfg.plus]), cfg.scalings)
 
 
-def evaluated_lengths(ctx: int | list[int], shortest: int, marks: Sequence[int]) -> list[int]:
-    """The context lengths to evaluate, sorted, in tokens.
+def doubled_lengths(ctx: int, shortest: int, marks: Sequence[int]) -> list[int]:
+    """The context lengths to evaluate up to ctx, sorted, in tokens.
 
-    A list ctx stays as it is (`Evaluation` adds the length of truncation). For a number: shortest, 2 shortest, 4
-    shortest, ... below ctx, ctx itself, and those of the marks (L and related lengths) that are below ctx.
+    shortest, 2 shortest, 4 shortest, ... below ctx, ctx itself, and the marks (L and related lengths) below ctx.
     """
-    if isinstance(ctx, list):
-        return sorted(set(ctx))
     doubling = {shortest * 2**k for k in range(ctx.bit_length()) if shortest * 2**k < ctx}
     return sorted(doubling | {ctx} | {m for m in marks if shortest <= m < ctx})
 
@@ -84,10 +81,11 @@ class Evaluation:
         self.ctx: int = cfg.longest_ctx
         self.task = task = build(cfg.task, run.corpus, self.ctx, cfg.documents)
         L, longest = run.context.train_ctx, run.context.longest_trained_ctx
-        self.lengths = evaluated_lengths(cfg.ctx, task.shortest, (L // 2, L, longest))
-        check(self.lengths[0] >= task.minimum, "ctx", cfg.ctx, f"at least {task.minimum} with task={task.label}")
+        given = cfg.ctx if isinstance(cfg.ctx, list) else None
+        lengths = given or doubled_lengths(self.ctx, task.shortest, (L // 2, L, longest))
+        check(min(lengths) >= task.minimum, "ctx", cfg.ctx, f"at least {task.minimum} with task={task.label}")
         truncation = {longest} if self.ctx > longest >= task.minimum else set()  # the length of this control
-        self.lengths = sorted(truncation.union(self.lengths))
+        self.lengths = sorted(truncation.union(lengths))
         identity = hashlib.sha256(task.identity().encode())
         self.texts = task.texts()
         self.target_keys = {n: self._key(identity.copy(), n) for n in self.lengths}
@@ -200,7 +198,7 @@ class Evaluation:
         for n in missing:
             rows[n], losses = self.measure_length(method, n)
             distributed.on_rank0(functools.partial(add_rows, self.curve_file(method), rows[n], losses))
-        return Curve([row for n in self.lengths for row in rows[n]], time.time())
+        return Curve([row for n in self.lengths for row in rows[n]])
 
     def measure_length(self, method: Method, n: int) -> tuple[list[Row], np.ndarray | None]:
         """(the row of a method at length n, and one for each distance of the task; the losses of all targets)

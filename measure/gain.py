@@ -75,16 +75,16 @@ def by_group(curves: Collection[Curve]) -> dict[tuple[str, str], dict[int, list[
 
 def lines_of(curves: Collection[Curve]) -> dict[tuple[str, str], Line]:
     """(group, method) -> its line. curves: with the controls, if the gain is wanted."""
-    windows, nones = ([row for c in curves if c.label == label for row in c.overall] for label in ("window", "none"))
+    windows, nones = ({c.run: c.by_length() for c in curves if c.label == label} for label in ("window", "none"))
     groups = by_group(curves).items()
     return {key: {n: over_seeds(rows, windows, nones) for n, rows in at.items()} for key, at in groups}
 
 
-def over_seeds(rows: list[Row], windows: list[Row], nones: list[Row]) -> dict[str, Value]:
+def over_seeds(rows: list[Row], windows: Mapping, nones: Mapping[str, Mapping[int, Row]]) -> dict[str, Value]:
     """quantity -> its value for one method at one length, as far as the rows have it.
 
-    rows: one for each seed; with one, intervals are over documents. windows, nones: the rows of the window control and
-    without scaling, of these and any other runs, of all lengths.
+    rows: one for each seed; with one, intervals are over documents. windows, nones: run -> n -> its row of the window
+    control, and without scaling.
     """
     if all(row.hits for row in rows):
         hits = 100 * np.array([row.hits for row in rows])  # [seeds, examples]
@@ -99,10 +99,8 @@ def over_seeds(rows: list[Row], windows: list[Row], nones: list[Row]) -> dict[st
     bits = rows[0].bits_per_byte / rows[0].loss if rows[0].loss else math.nan  # the same for all these losses
     if math.isfinite(bits):
         found[BITS] = [bits * x for x in (mean, low, high, losses)]
-    window = {row.run: row for row in windows if row.n == rows[0].n}
-    if all(row.run in window for row in rows):
-        truncated = {row.run: {row.n: row} for row in nones if row.n == row.longest_trained_ctx}
-        better = better_controls([window[row.run] for row in rows], truncated)
+    if all(row.n in windows.get(row.run, ()) for row in rows):
+        better = better_controls([windows[row.run][row.n] for row in rows], nones)
         gains = np.stack([per_document_difference(a, b) for a, b in zip(better, rows, strict=True)])
         found[GAIN] = (*mean_interval(gains), gains.mean(axis=1))  # of [seeds, documents]
     return found

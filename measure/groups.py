@@ -3,7 +3,6 @@
 import itertools
 import re
 import shlex
-import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,8 +12,8 @@ import numpy as np
 from conf.schema import RUN_CONTROL, TrainConfig, flatten
 from measure.curves import Curve, Row, per_document_difference
 from measure.gain import by_group
-from measure.intervals import LEVEL, estimate, interval_text, q_values
-from measure.report import print_table
+from measure.intervals import LEVEL, estimate, q_values
+from measure.report import print_table, print_wrapped
 
 FEWEST = 4  # seeds of each group: with fewer, a difference between groups has neither an interval nor a verdict
 Rows = Mapping[int, Sequence[Row]]  # n -> the row of each seed
@@ -75,7 +74,7 @@ def print_verdicts(curves: Sequence[Curve], names: Sequence[str], labels: Sequen
             text += f"of a nat per token (results/matrix.md). At least {FEWEST} seeds of each are needed"
         else:
             text += f"{name} is {verdict(a, b, ns, L)}"
-        print(textwrap.fill(text, 80))
+        print_wrapped(text)
         for rows in (rows for rows in few if rows[0].run in configs):
             print(f"  {missing_seeds(rows, configs)}")
 
@@ -99,7 +98,7 @@ def verdict(a: Rows, b: Rows, ns: Sequence[int], L: int) -> str:
     lines, outcomes = {}, defaultdict(list)
     for n, x, q_of_n in zip(ns, found, q, strict=True):
         what = f"rise since {ns[0]}" if n in rises else "loss"
-        lines[f"{n:>6}"] = {"": what, "difference [95 %]": interval_text(x.mean, *x.interval), "q": f"{q_of_n:.2g}"}
+        lines[f"{n:>6}"] = {"": what, "difference [95 %]": str(x), "q": f"{q_of_n:.2g}"}
         if q_of_n < 1 - LEVEL:
             outcomes["better" if x.mean < 0 else "worse"].append(str(n))
         else:

@@ -123,6 +123,9 @@ class Estimate:
     components: tuple[float, float, float] | None = None  # variances of seed, document, interaction; None: one seed
     groups: int = 1  # of seeds, so many in each
 
+    def __str__(self) -> str:
+        return interval_text(self.mean, *self.interval)
+
     @property
     def interval(self) -> tuple[float, float]:
         """(low, high) of the 95 % interval. With one seed it covers other documents, but not other seeds."""

@@ -16,7 +16,7 @@ from conf.registry import yaml_values
 from engine.progress import progress_bar
 from engine.run import Run
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
-from measure.intervals import estimate, interval_text
+from measure.intervals import interval_text, mean_interval
 from measure.tasks import Piece
 from model.scaling import NotApplicable
 
@@ -137,11 +137,11 @@ def recall(evaluation: Evaluation, methods: Sequence[Method], until: float) -> A
 
 def interval(x: np.ndarray) -> tuple[float, float]:
     """The t interval of the mean of at least two values."""
-    return estimate(x[None]).interval
+    return mean_interval(x[None])[1:]
 
 
 def text(x: np.ndarray, form: str = "+.3f") -> str:
-    return interval_text(x.mean(), *interval(x), form)
+    return interval_text(*mean_interval(x[None]), form)
 
 
 def choose(gains: Arrays, costs: Arrays) -> list[str]:

@@ -22,7 +22,7 @@ from conf.registry import ROOT, choices, yaml_values
 from conf.schema import RUN_CONTROL, flatten
 from engine.files import write_atomically
 from measure.groups import FEWEST
-from measure.intervals import Estimate, estimate, interval_text
+from measure.intervals import Estimate, estimate
 from measure.report import print_table, print_wrapped
 from studies.claims import q_text
 from studies.jobs import Stopped, run_job
@@ -100,7 +100,7 @@ def cells(entry: Rows, reference: Rows) -> list[str]:
     gains = [entry.gain(pos, "none", multiple * entry.trained_ctx) for multiple in (4, 8)]
     found = [estimate(delta) for delta in (*gains, difference(at(entry, 8), seeds))]
     bits, speed = np.mean([(row.bits_per_byte, row.tokens_per_second) for row in seeds.values()], axis=0)
-    *texts, tested = (interval_text(each.mean, *each.interval) for each in (*found, x))
+    *texts, tested = (str(each) for each in (*found, x))
     last = ("", "") if pos == REFERENCE else (tested, q_text(x.p))
     return [f"`{pos}`", *texts, effective_context(entry), f"{bits:.3f}", f"{speed:,.0f}", str(len(seeds)), *last]
 
@@ -119,7 +119,7 @@ def verdict(entry: Rows, reference: Rows) -> str:
     pos, x, seeds = entry.rows[0].name, compare(entry, reference), len(at(entry, 1))
     better, worse = x.p_below(0) < ALPHA / 2, x.p_above(0) < ALPHA / 2
     outcome = "better than" if better else "worse than" if worse else "not decided against"
-    loss = f"{interval_text(x.mean, *x.interval)} nats/token, p {q_text(x.p)}, {seeds} seeds"
+    loss = f"{x} nats/token, p {q_text(x.p)}, {seeds} seeds"
     gain = estimate(entry.gain(pos, "none", 8 * entry.trained_ctx))
     uses = "it gains" if gain.interval[0] > 0 else "it does not gain"
     return f"{pos} is {outcome} {REFERENCE} at 8 L: {loss}; {uses} from text further back than L ({gain.mean:+.3f})"

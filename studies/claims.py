@@ -19,9 +19,7 @@ import yaml
 
 from conf.errors import UserError, user_errors
 from measure.groups import FEWEST
-from measure.intervals import Estimate, interval_text, q_values
-from model.spectrum import frequencies
-from studies.decay import HEAD_DIM, POSITIONS, score
+from measure.intervals import Estimate, q_values
 from studies.rows import RESULTS, Rows, Seeds, compare, fill, line, publish, read_rows
 
 ALPHA = 0.05
@@ -75,21 +73,6 @@ class Check:
 
 
 @dataclass(frozen=True)
-class DecayCheck(Check):
-    """The condition score(a) - score(b) > margin, where score is the mean of q . k / D over the distances from n on.
-
-    q and k are all ones, as in studies/decay.py. The label of `a` and `b` is "base B score". The difference is exact.
-    """
-
-    def measure(self, rows: Rows) -> Estimate:
-        return Estimate(self.score(self.a) - self.score(self.b))
-
-    def score(self, at: At) -> float:
-        inv_freq = frequencies(HEAD_DIM, float(at.label.split()[1]))
-        return score(inv_freq, POSITIONS)[at.n :].mean().item()
-
-
-@dataclass(frozen=True)
 class Claim:
     """A published claim. It holds if all checks do."""
 
@@ -99,7 +82,7 @@ class Claim:
     reported: str  # what the source reports, at its scale
     checks: list[Check]
     budget: str = ""  # why the training here is too small to test it
-    by_construction: str = ""  # it follows from the definitions: the test that shows it, or `measured`
+    by_construction: str = ""  # it follows from the definitions: the test that shows it
 
 
 @dataclass(frozen=True)
@@ -149,8 +132,6 @@ def read_check(text: str, L: int) -> Check:
     """The check that this text describes, whose lengths are in trained contexts L, with its lengths in tokens."""
     first, relation, second, by, since = fully(CHECK, text)
     a, b = (read_condition(text, L) for text in (first, second))
-    if a.run == "decay":
-        return DecayCheck(a, b)
     if relation == ">":
         return Check(a, b, float(by or 0), since=round(float(since) * L) if since else None)
     within = WITHIN_A_RUN if max(a.n, b.n) <= L else WITHIN_A_RUN_PAST_L
@@ -198,7 +179,7 @@ def what_would_decide(result: Result) -> str:
 
 
 def measure(claim: Claim, rows: Rows) -> Result:
-    seeds = [min(map(len, check.conditions(rows))) for check in claim.checks if not isinstance(check, DecayCheck)]
+    seeds = [min(map(len, check.conditions(rows))) for check in claim.checks]
     return Result(claim, [check.measure(rows) for check in claim.checks], min(seeds, default=1))
 
 
@@ -211,8 +192,7 @@ def describe(check: Check, result: Estimate | None, rows: Rows) -> str:
     if check.since is not None:
         difference = f"({difference}) since @{check.since}"
     if result is not None:
-        text = interval_text(result.mean, *result.interval) if result.variance else f"{result.mean:+.3f}"  # exact
-        text += " (one seed: documents only)" if result.variance and result.seeds == 1 else ""
+        text = f"{result}" + (" (one seed: documents only)" if result.seeds == 1 else "")
     elif all(check.conditions(rows)):
         each = (" ".join(f"{x:.2f}" for x in rows.losses(at.run, at.label, at.n)) for at in (check.a, check.b))
         text = f"losses {' against '.join(each)}"
@@ -236,8 +216,6 @@ def with_q(p_of: Sequence[float | None]) -> list[float | None]:
 
 def origin(claim: Claim, plan: str, rows: Rows) -> str:
     """The file of the rows that test a claim, their commits, and the command that measures them."""
-    if any(isinstance(check, DecayCheck) for check in claim.checks):
-        return "`python -m studies.decay`"
     seen = sorted({row.commit for c in claim.checks for seeds in c.conditions(rows) for row in seeds.values()})
     return f"`{plan}.jsonl` ({' '.join(seen)}), `python -m studies.matrix --plan {plan}`" if claim.checks else ""
 

@@ -25,11 +25,12 @@ def category(group: str, L: int, n: int) -> str:
 def gains_of_groups(rows: Rows, run: str, label: str, n: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Group of targets -> the gain of all its targets, nats, and their number: both [seeds, documents].
 
-    Of the seeds whose losses are known by group; empty if there are none.
+    Of the seeds whose losses are known by group, of the same windows for both; empty if there are none.
     """
     bars, methods, found = rows.find(run, BAR, n), rows.find(run, label, n), {}
-    pairs = [(bars[seed].groups, methods[seed].groups) for seed in sorted(bars.keys() & methods.keys())]
-    pairs = [(bar, method) for bar, method in pairs if bar and method]
+    seeds = [(bars[seed], methods[seed]) for seed in sorted(bars.keys() & methods.keys())]
+    known = [(a, b) for a, b in seeds if a.groups and b.groups and a.scored_windows == b.scored_windows]
+    pairs = [(bar.groups, method.groups) for bar, method in known]
     for group in pairs[0][1] if pairs else ():
         gains = np.array([np.subtract(bar[group][0], method[group][0]) for bar, method in pairs])
         found[group] = gains, np.array([method[group][1] for _, method in pairs])

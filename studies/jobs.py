@@ -14,13 +14,14 @@ import torch
 
 from conf.cli import Prefixed, checked, compose
 from conf.errors import UserError
-from conf.registry import ROOT, yaml_values
+from conf.registry import ROOT
+from conf.schema import EvalConfig
 from engine.files import commit
 from engine.run import Run
 from hf.open import open_run
 from measure import tasks
 from measure.breakdowns import Groups, antecedent_groups, target_losses
-from measure.curves import Row, losses_file, read_curve, read_run, select_shared
+from measure.curves import Row, losses_file, read_run, select_shared
 from measure.tasks.matched import Matched
 from studies.plan import Job, Size, targets
 from studies.rows import StudyRow
@@ -39,8 +40,8 @@ stopping = threading.Event()  # set when no further ones may be started
 def run_script(argv: list[str], prefix: str = "") -> None:
     """Run a script of this repository in a child process until it ends.
 
-    argv: the script and its arguments. prefix: of each line that it prints. UserError if the child fails. If this
-    process is interrupted, the child gets SIGTERM, saves, and Stopped is raised.
+    argv: the script and its arguments. prefix: of each line that it prints. UserError if the child fails, and Stopped
+    if it was stopped.
     """
     if stopping.is_set():
         raise Stopped
@@ -51,9 +52,6 @@ def run_script(argv: list[str], prefix: str = "") -> None:
     children.add(child)
     try:
         code = child.wait()
-    except KeyboardInterrupt:  # Ctrl-C, or SIGTERM: see studies/matrix.py
-        stop(child)
-        raise Stopped from None
     finally:
         children.discard(child)
         copying.join()
@@ -71,12 +69,11 @@ def copy(lines: Iterable[str], prefix: str) -> None:
             out.write(line.rstrip("\n") + "\n")
 
 
-def stop(*running: subprocess.Popen) -> None:
-    """Send SIGTERM to child processes, which then save and end."""
-    for child in running:
+def stop() -> None:
+    """Send SIGTERM to the child processes, which then save and end, and let no other be started."""
+    stopping.set()
+    for child in [*children]:
         child.send_signal(signal.SIGTERM)
-    for child in running:
-        child.wait()
 
 
 # ---- a job ----
@@ -97,18 +94,14 @@ def run_job(job: Job, size: Size, runs: str, cache: str, one: bool = True) -> li
         methods = f"scaling={','.join(evaluation.methods)}"
         run_script(["eval.py", "-m", *opened, lengths, methods, *evaluation.settings], prefix)
     cfg = checked("eval", compose("eval", *opened, f"ctx={job.longest}"))
-    return gather(job, open_run(cfg, torch.device("cpu")), size)
+    return gather(job, open_run(cfg, torch.device("cpu")), cfg)
 
 
-def gather(job: Job, run: Run, size: Size) -> list[StudyRow]:
-    """The rows of a run: one for each of its curves and each length."""
-    chosen = dict(x.split("=") for x in targets(job, size))
-    knobs = {key.removeprefix("task."): int(x) for key, x in chosen.items() if key.startswith("task.")}
-    task = tasks.build(yaml_values("task", job.task) | knobs, run.corpus, job.longest, int(chosen["documents"]))
-    files = {file: read_curve(file) for file in (run.folder / "eval").glob("*.jsonl")}
-    files = {c.label: file for file, c in files.items() if c.first.weights == run.digest[:12]}
+def gather(job: Job, run: Run, cfg: EvalConfig) -> list[StudyRow]:
+    """The rows of a run: one for each of its curves and each length. cfg: of its evaluations."""
+    task = tasks.build(cfg.task, run.corpus, job.longest, cfg.documents)
     curves = select_shared(read_run(run.folder, run.digest), task.texts())
-    rows = [(row, c.answers(row.n)) for c in curves for row in c.overall]
+    rows = [(row, c) for c in curves for row in c.overall]
     if lost := {n for evaluation in job.evaluations for n in evaluation.lengths} - {row.n for row, _ in rows}:
         raise UserError(f"{job.name}: n={min(lost)} was evaluated on other texts than n={job.longest}")
     groups = antecedent_groups(task, job.longest) if isinstance(task, Matched) else None
@@ -118,21 +111,19 @@ def gather(job: Job, run: Run, size: Size) -> list[StudyRow]:
         about |= {"in_window": run.validation["bits_per_byte"], "train_seconds": run.seconds}
         about["tokens_per_second"] = round(run.step * run.cfg.batch_tokens / run.seconds)
         about["command"] = f"python train.py {' '.join(job.train)} name={job.name}"
-    return [StudyRow(**asdict(x) | about, groups=group_sums(x, files[x.label], groups), answers=a) for x, a in rows]
+    return [
+        StudyRow(**asdict(row) | about, groups=group_sums(row, c.file, groups), answers=c.answers(row.n))
+        for row, c in rows
+    ]
 
 
-def group_sums(row: Row, file: Path, groups: Groups | None) -> dict[str, list[list[float]]]:
+def group_sums(row: Row, file: Path | None, groups: Groups | None) -> dict[str, list[list[float]]]:
     """Group of targets -> the sum of their nats, and their number, in each document. Of rows from L on.
 
     Empty without groups, and where `file`, that of the row's curve, has no losses of single targets: the method changes
     nothing there.
     """
-    if groups is None or row.n < row.train_ctx or not losses_file(file, row).exists():
+    if not (groups and file) or row.n < row.train_ctx or not losses_file(file, row).exists():
         return {}
-    group, losses = groups.of(row), target_losses(file, row)  # [documents, windows, scored]
-    sums = {}
-    for i, name in enumerate(groups.names):
-        inside = group == i
-        if inside.any():
-            sums[name] = [(losses * inside).sum(axis=(1, 2)).round(3).tolist(), inside.sum(axis=(1, 2)).tolist()]
-    return sums
+    sums = groups.sums(row.scored_windows, target_losses(file, row))
+    return {name: [nats.round(3).tolist(), counts.tolist()] for name, counts, (nats,) in sums if counts.any()}

@@ -21,7 +21,7 @@ import torch
 from conf.errors import check, user_errors
 from conf.registry import choices
 from measure.curves import write_jsonl
-from studies.jobs import Stopped, children, run_job, stop, stopping
+from studies.jobs import Stopped, run_job, stop, stopping
 from studies.plan import PLANS, Job, load_size, planned_jobs, select_jobs
 from studies.rows import StudyRow, read_rows
 
@@ -50,7 +50,6 @@ def main() -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
-    check(args.jobs >= 1, "jobs", args.jobs, "at least 1")
     share_cores(args.jobs)
     done = 0
     try:
@@ -74,6 +73,7 @@ def interrupt(number: int, frame: object) -> None:
 
 def share_cores(jobs: int) -> None:
     """Give each of several jobs at a time its part of the threads, unless OMP_NUM_THREADS says how many."""
+    check(jobs >= 1, "--jobs", jobs, "at least 1")
     if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, torch.get_num_threads() // jobs)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # of the child processes
@@ -105,9 +105,8 @@ def finished_jobs(
             by_future = {futures[job.name]: job for job in todo}
             for future in as_completed(by_future):
                 yield by_future[future], future.result()
-        except KeyboardInterrupt:  # only the main thread gets it, and the jobs run in others
-            stopping.set()
-            stop(*children)
+        except (KeyboardInterrupt, GeneratorExit):  # only the main thread gets it, and the jobs run in others
+            stop()
             raise
         finally:
             pool.shutdown(cancel_futures=True)

@@ -103,6 +103,7 @@ def of_conditions(what: str, text: str, file: str) -> tuple[Value, Listed]:
     elif what in MEASURES:
         value = MEASURES[what](rows, conditions[0].run, conditions[0].label, conditions[0].n)
     else:
+        ensure(hasattr(used[0], what), f"{what}: not a column of the rows")
         value = over_seeds(getattr(row, what) for row in used)
     return value, origin(file, used, min(map(len, found)))
 

@@ -29,7 +29,7 @@ from measure.tasks.matched import Matched
 from studies.gain_parts import CATEGORIES, category, gains_of_groups
 from studies.plan import REAL, REAL_CTX, REAL_DOCUMENTS, REAL_TOKENS, load_size
 from studies.rows import RESULTS, Rows, fill, header, line, publish, read_rows
-from studies.tables import gain, text
+from studies.tables import gain
 
 METHODS = ("yarn", "rerope + logn", "ntk", "pi")
 
@@ -85,7 +85,7 @@ def report(rows: Rows, cache: str) -> str:
             predicted = sum((found[name] * of_seeds for name, of_seeds in gains.items()), np.zeros(1))
             measured = gain(read_rows(path), run, label, n) if path.exists() else ""
             cells = [f"{predicted.mean():+.3f} ({predicted.min():+.3f} to {predicted.max():+.3f})"]
-            cells.append(measured if isinstance(measured, str) else text(measured))
+            cells.append(str(measured))
             predictions.append(line([f"`{run}`", f"{n // L}", f"`{label}`", *cells]))
     return fill("repeats.md", shares=of_corpora, predictions=predictions, seeds=len(predicted))
 

@@ -77,15 +77,6 @@ class Rows:
             found[row.name, row.label, row.n][row.training] = row
         return found
 
-    @functools.cached_property
-    def nones(self) -> dict[str, dict[int, StudyRow]]:
-        """run -> n -> its row without scaling."""
-        found: dict[str, dict[int, StudyRow]] = defaultdict(dict)
-        for row in self.rows:
-            if row.label == "none":
-                found[row.run][row.n] = row
-        return found
-
     @property
     def trained_ctx(self) -> int:
         """L, the context of the pre-training, tokens."""
@@ -95,8 +86,11 @@ class Rows:
         """The rows of one condition; empty if there are none. run: without its seed. label: of the method, or BAR."""
         if label != BAR:
             return self.by_condition.get((run, label, n), {})
-        windows = [*self.find(run, "window", n).values()]
-        return {row.training: row for row in better_controls(windows, self.nones)} if windows else {}
+        if not (windows := [*self.find(run, "window", n).values()]):
+            return {}
+        trained = windows[0].longest_trained_ctx
+        nones = {row.run: {trained: row} for row in self.find(run, "none", trained).values()}
+        return {row.training: row for row in better_controls(windows, nones)}
 
     def losses(self, run: str, label: str, n: int) -> np.ndarray:
         """The mean loss over all windows with each seed, nats per token [seeds]."""

@@ -61,15 +61,11 @@ def gain_table(columns: list[str], gains: dict[str, list[Estimate | str]]) -> li
     def show(cell: Estimate | str, q: float | None) -> str:
         if isinstance(cell, str):
             return cell
-        return f"{text(cell)} q={q_text(q)}".replace("=<", "<")
+        return f"{cell} q={q_text(q)}".replace("=<", "<")
 
     q = iter(with_q([None if isinstance(cell, str) else cell.p for cells in gains.values() for cell in cells]))
     lines = [line([name, *(show(cell, next(q)) for cell in cells)]) for name, cells in gains.items()]
     return [*header(["", *columns]), *lines]
-
-
-def text(x: Estimate) -> str:
-    return interval_text(x.mean, *x.interval)
 
 
 # ---- the sections; L: the trained context ----
@@ -121,7 +117,7 @@ def parts_section(rows: Rows, *runs: str) -> list[str]:
                 share = gain_parts.share_of_headroom(rows, run, label, n)
                 percent = interval_text(*(100 * x for x in share), ".0f") if share else ""
                 name = f"`{label}`" if len(runs) == 1 else f"`{run}`, {label}"
-                cells = [name, str(len(seeds)), *(text(estimate(part)) for part in parts), percent]
+                cells = [name, str(len(seeds)), *(str(estimate(part)) for part in parts), percent]
                 lines.append(line([f"{multiple:g} L", *cells]))
     names = ["n", "method", "seeds", "reward: antecedent between L and n back", "tax: all other targets"]
     return [*header([*names, "gain, % of the headroom"]), *lines] if lines else []
@@ -162,7 +158,7 @@ def finetune_section(rows: Rows) -> list[str]:
     """The fine-tuned runs, and the headroom at the lengths that they were fine-tuned at."""
     runs, L = {run: f"`{run}`" for run in rows.runs("finetune")}, rows.trained_ctx
     found = {multiple: gain_parts.headroom(rows, "rope", multiple * L) for multiple in EXTENSIONS}
-    rooms = [f"{multiple} L {text(estimate(room))}" for multiple, room in found.items() if len(room)]
+    rooms = [f"{multiple} L {estimate(room)}" for multiple, room in found.items() if len(room)]
     return [*by_length(rows, runs), "", f"Headroom, nats per token: {', '.join(rooms)}."]
 
 

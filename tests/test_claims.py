@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from conf.errors import UserError
 from measure.intervals import Estimate, estimate
 from studies import claims, gain_parts, plan, repeats, tables
-from studies.claims import HOLDS, MISSING, REFUTED, At, Check, Claim, DecayCheck, Result, read_check, read_claims
+from studies.claims import HOLDS, MISSING, REFUTED, At, Check, Claim, Result, read_check, read_claims
 from studies.rows import BAR, RESULTS, Rows, compare, difference, read_rows
 from tests.helpers import encoding_rows, study_row as row
 
@@ -150,10 +151,7 @@ def test_every_claim_names_rows_that_the_plan_makes():
         jobs = {job.name.rpartition("-s")[0]: job for job in plan.planned_jobs(name, size, (0,))}
         for claim in read_claims(name, size.L):
             assert claim.source and claim.reported and (claim.checks or claim.by_construction)
-            for check, at in ((c, at) for c in claim.checks for at in (c.a, c.b)):
-                if isinstance(check, DecayCheck):  # not from rows
-                    assert math.isfinite(check.score(at))
-                    continue
+            for at in (at for check in claim.checks for at in (check.a, check.b)):
                 made = {
                     " ".join([m, *(x.removeprefix("++scaling.").replace("plus=", "+ ") for x in evaluation.settings)])
                     for evaluation in jobs[at.run].evaluations
@@ -249,6 +247,8 @@ def test_tax_and_reward_add_up_to_the_gain_which_is_a_share_of_the_headroom():
     fewer = [x for x in rows.rows if (x.label, x.seed) != ("yarn", 0) and (x.name, x.seed) != ("yarn-2L", 3)]
     share, *_ = gain_parts.share_of_headroom(Rows(fewer), "rope", "yarn", 512)
     assert share == pytest.approx(gains[1:3].mean() / most[1:3].mean())
+    other = [replace(x, scored_windows=[5]) if x.label == "yarn" else x for x in rows.rows]
+    assert gain_parts.gains_of_groups(Rows(other), "rope", "yarn", 512) == {}
 
 
 def test_gains_of_categories_with_their_shares_are_the_gain():

@@ -20,7 +20,7 @@ from studies import gain_parts, matrix, plan
 from studies.jobs import gather
 from studies.plan import Job
 from studies.rows import RESULTS, StudyRow, read_rows
-from tests.helpers import ROOT, choices, command, opened, run_eval, run_train, train_settings
+from tests.helpers import ROOT, choices, command, eval_settings, opened, run_eval, run_train, train_settings
 
 pytestmark = pytest.mark.process
 
@@ -78,7 +78,7 @@ def test_rows_are_those_of_the_evaluation_with_the_columns_of_the_study(here):
     job = Job("rope", "a-s0", 0, (), evaluations)
     run, lengths = opened("a-s0"), "ctx=[32,64,128]"
     run_eval("run=a-s0", lengths, "scaling=yarn", "by_antecedent=true", *plan.targets(job, size))
-    rows = gather(job, run, size)
+    rows = gather(job, run, eval_settings(*plan.targets(job, size)))
     assert {(x.label, x.n) for x in rows} == {(x, n) for x in ("none", "window", "yarn") for n in (32, 64, 128)}
     assert {(x.part, x.base) for x in rows} == {("rope", 10000.0)}
     assert rows[0].in_window == run.validation["bits_per_byte"] and rows[0].commit

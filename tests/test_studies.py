@@ -64,15 +64,19 @@ def test_decay_curves_are_sus_formula(base):
 
 
 def test_at_base_1_the_score_does_not_decay():
-    assert decay.score(spectrum.frequencies(64, 1.0), 2048) == pytest.approx(
-        torch.arange(2048).double().cos(), abs=2e-6
-    )
+    want = torch.arange(2048).double().cos()
+    assert decay.score(spectrum.frequencies(64, 1.0), 2048) == pytest.approx(want, abs=2e-6)
 
 
 @pytest.mark.parametrize("base, falls", [(10, False), (100, False), (10000, True)])
 def test_at_small_bases_the_score_falls_no_further(base, falls):
     sizes = decay.score(spectrum.frequencies(64, base), 2048).unfold(0, 256, 256).square().mean(dim=1).sqrt()
     assert (sizes[-1] < 0.7 * sizes[1]).item() == falls and (sizes[-1] > 0.9 * sizes[1]).item() != falls
+
+
+def test_a_larger_base_weakens_the_decay():
+    means = [decay.score(spectrum.frequencies(64, base), 2048)[256:].mean() for base in (500.0, 5000.0, 50000.0)]
+    assert means == sorted(means)
 
 
 def test_sinusoidal_embeddings_have_the_products_of_all_ones_under_rope():
