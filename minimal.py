@@ -5,8 +5,8 @@ because its slow rotations then reach new angles. Position interpolation, NTK an
 without further training. Does that extend the context? The answer is a curve: the loss of the same held-out tokens
 after n = 64 .. 2048 tokens. In the control each token sees the last L and nothing breaks; a method has to beat it.
 
-train.py and eval.py do this for many encodings and tasks; tests/test_minimal.py compares the numbers. Letters: B batch,
-T tokens, H heads, D width of a head, C width of the model, L trained context, n evaluated context.
+train.py and eval.py do this for many encodings and tasks; tests/test_minimal.py compares the numbers.
+Letters: B batch, T tokens, H heads, D width of a head, C width of the model, L trained context, n evaluated context.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from conf.registry import yaml_values
 from data.batches import batch
 from data.corpus import Corpus, prepare
 from data.held_out import long_documents
+from engine.device import uses_bfloat16
 from engine.optimizer import Muon
 
 
@@ -41,7 +42,7 @@ class Config:
 
 SCORED, DOCUMENTS = 64, 32  # tokens at the end of each text; held-out documents
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BFLOAT16 = DEVICE == "cuda" or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+BFLOAT16 = uses_bfloat16(torch.device(DEVICE), "auto")
 
 
 # ---- 1. Positions: each pair of dimensions of a query or key is rotated by the angle position x frequency ----
@@ -106,8 +107,7 @@ class GPT(nn.Module):
         self.frequencies, self.L = rope(cfg.width // cfg.n_heads), cfg.ctx
         self.tokens = nn.Embedding(vocab_size, cfg.width)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
-        self.norm = nn.RMSNorm(cfg.width, eps=1e-6)
-        self.head = nn.Linear(cfg.width, vocab_size, bias=False)
+        self.norm, self.head = nn.RMSNorm(cfg.width, eps=1e-6), nn.Linear(cfg.width, vocab_size, bias=False)
         self.head.weight = self.tokens.weight
         for name, p in self.named_parameters():
             if p.dim() == 2:

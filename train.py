@@ -145,7 +145,7 @@ class Training:
         self.change = gpt.trained_scaling(cfg, self.context)
         self.step_change = change_of_steps(cfg, self.change, self.context)
         self.validation = Validation(self.corpus, cfg, device)
-        self.result: dict[str, float] = {}  # of the last validation
+        self.result: dict[str, float] = state["validation"] if state else {}  # of the last validation
         self.n_parameters = self.model.n_parameters()
         dtype = "bfloat16" if bfloat16 else "float32"
         facts = {"n_parameters": self.n_parameters, "device": device.type, "dtype": dtype}

@@ -9,16 +9,12 @@ from torch import Tensor
 
 from kernels import phase, rope_torch
 from kernels.rope import rope
+from model.spectrum import frequencies
 
 PEERS = {
     "Hugging Face": ("transformers.models.llama.modeling_llama", "apply_rotary_pos_emb"),
     "Liger": ("liger_kernel.ops.rope", "LigerRopeFunction"),
 }
-
-
-def frequencies(R: int) -> Tensor:
-    """float64 [R / 2], radians per position."""
-    return 10000.0 ** (-torch.arange(0, R, 2, dtype=torch.float64) / R)
 
 
 def compiled(function: Callable) -> Callable:
@@ -28,8 +24,8 @@ def compiled(function: Callable) -> Callable:
 
 def peers(R: int, T: int, device: str) -> dict[str, Callable[[Tensor, Tensor], tuple]]:
     """name -> function of q, k [B, T, heads, D] of T tokens. What is not installed is skipped, with a warning."""
-    f = phase(frequencies(R)).to(device)
-    angle = torch.arange(T).float()[:, None] * frequencies(R).float()  # the peers' tables are from float32 angles
+    f = phase(frequencies(R, 10000.0)).to(device)
+    angle = torch.arange(T).float()[:, None] * frequencies(R, 10000.0).float()  # the peers' angles are float32
     tables = [torch.cat((t, t), -1)[None].to(device, torch.bfloat16) for t in (angle.cos(), angle.sin())]
 
     functions: dict[str, Callable] = {

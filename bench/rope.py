@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
-from bench.peers import frequencies, peers
+from bench.peers import peers
 from bench.rows import append, parser
 from kernels import phase
 from kernels.rope import rope_packed
+from model.spectrum import frequencies
 
 # (B, T, H, G, D, R): batch, tokens, query heads, key heads, head width, rotary dimensions. The first is a common
 # training shape; the others have a longer context, small heads, and grouped queries
@@ -78,7 +79,7 @@ def measure_shape(shape: tuple[int, ...], device: str, out: Path) -> None:
                     measure(name, layout, passes, [step(rotate, pair, passes == 2) for pair in pairs])
         except Exception as e:  # the others are measured without it
             print(f"{name}: failed ({type(e).__name__}: {e})", flush=True)
-    f = phase(frequencies(R)).to(device)
+    f = phase(frequencies(R, 10000.0)).to(device)
     # The packed gradient holds v's as well: H + 2 G heads are written, and read, beside the H + G of the rotation.
     for passes in (1, 1 + (H + 2 * G) / (H + G)):
         calls = [step(lambda x: rope_packed(x, H, G, f), (x,), passes > 1) for x in packed]

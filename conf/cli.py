@@ -152,14 +152,15 @@ def default_name(c: TrainConfig) -> str:
         elif key == "pos" and c.init:  # the parent's name comes first
             groups.append(f"to-{value}")
         elif key not in ("pos", "init", *RUN_CONTROL):
-            settings.append(key.rpartition(".")[2] + value)
+            # Two types of layers have settings of one name: layers.L.base
+            settings.append((key[7:] if key.startswith("layers.") else key.rpartition(".")[2]) + value)
     name = "-".join([c.init or HydraConfig.get().runtime.choices["pos"], *groups, *settings])
     return short(re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip("_"))
 
 
-def short(name: str, limit: int = 120) -> str:
-    """A name for a file: at most `limit` characters, the last 9 of them a hash of the part that is cut off."""
-    return name if len(name) <= limit else f"{name[: limit - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+def short(name: str) -> str:
+    """A name for a file: at most 120 characters, the last 9 of them a hash of all if it was cut."""
+    return name if len(name) <= 120 else f"{name[:111]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 # ---- help ----

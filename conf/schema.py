@@ -279,7 +279,7 @@ class EvalConfig(MeasureConfig):
     """The settings of eval.py."""
 
     task: dict[str, Any] = setting({}, "what is scored at a length n", CHOSEN)
-    ctx: Any = setting(None, "at 64, 128, ... ctx tokens; [512,1024]: at these and L; null: follows from L", LENGTHS)
+    ctx: Any = setting(None, "at 64, 128, ... ctx tokens; [512,1024]: at these and L; null: by L (hf:X: 8192)", LENGTHS)
     by_antecedent: bool = setting(False, "print the gain by the distance to where a target's last tokens occurred, too")
     key_tokens: str | None = setting(None, "RUN of a longer context: print the gain where RUN needs that context, too")
     fresh: bool = setting(False, "measure curves again that have been measured before")

@@ -121,20 +121,25 @@ def before(cfg: TrainConfig) -> str:
     return f"with {cfg.pretrained['encoding']}" if "encoding" in cfg.pretrained else f"at ctx {cfg.pretrained['ctx']}"
 
 
+def method(cfg: TrainConfig) -> str:
+    """The scaling that the run is trained with: `ntk + logn`."""
+    return " + ".join([describe_knobs("scaling", cfg.scaling), *(cfg.plus or [])])
+
+
 def describe(cfg: TrainConfig, factor: float) -> str:
     """For the start of a training: where it starts, its settings, and its share of the pre-training's tokens.
 
     The share makes toy and full scale comparable: few steps can be a large part of a short pre-training. factor: the
     extension factor of the scaling that the run is trained with.
     """
-    of, tokens, scaling = cfg.pretrained["tokens"], cfg.steps * cfg.batch_tokens, cfg.scaling
+    of, tokens = cfg.pretrained["tokens"], cfg.steps * cfg.batch_tokens
     share = f", {tokens / of:.2%} of the pre-training's {of:,}" if of else ""
-    this = f"ctx {cfg.ctx}, scaling={describe_knobs('scaling', scaling)} (factor {factor:g}), {tokens:,} tokens{share}"
+    this = f"ctx {cfg.ctx}, scaling={method(cfg)} (factor {factor:g}), {tokens:,} tokens{share}"
     return f"from {cfg.init}: pre-trained {before(cfg)}; this run: {this}"
 
 
 def describe_extension(cfg: TrainConfig, context: TrainedContext) -> str:
     """For the start of an evaluation: at which contexts this run was pre-trained and fine-tuned."""
-    this = f"at ctx {cfg.ctx} with scaling={describe_knobs('scaling', cfg.scaling)}"
+    this = f"at ctx {cfg.ctx} with scaling={method(cfg)}"
     now = f"scaling=none keeps it, and the window control sees {context.longest_trained_ctx} tokens"
     return f"pre-trained {before(cfg)} ({cfg.pretrained['run']}), then trained {this}: {now}"

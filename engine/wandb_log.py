@@ -39,16 +39,13 @@ def new_id(name: str) -> str:
 class Log:
     """Context manager: the wandb run of this id. Its calls raise nothing that comes from wandb.
 
-    Nothing is logged with WANDB_MODE=disabled, on ranks above 0, and if the run cannot be opened. resume: continue the
-    run of this id, if there is one.
+    Nothing is logged with WANDB_MODE=disabled, on ranks above 0, and if the run cannot be opened.
     """
 
-    def __init__(
-        self, project: str, job_type: str, group: str, name: str, run_id: str, config: dict, resume: bool = False
-    ):
+    def __init__(self, **about: Any):
+        """about: arguments of wandb.init, with job_type, id and config."""
         self.run: Any = None
-        self.about: dict[str, Any] = {"project": project, "job_type": job_type, "group": group, "name": name}
-        self.about |= {"id": run_id, "config": config, "resume": "allow" if resume else None}
+        self.about: dict[str, Any] = {"resume": None, **about}
 
     def __enter__(self) -> Self:
         if os.environ.get("WANDB_MODE") != "disabled" and distributed.rank() == 0:
@@ -118,7 +115,8 @@ class TrainingLog(Log):
         self.cfg, self.folder, file = cfg, folder, folder / "wandb_id"
         self.config = {**run_config(folder.name, cfg), **facts}
         run_id = file.read_text(encoding="utf-8").strip() if start > 0 and file.exists() else new_id(folder.name)
-        super().__init__(cfg.project, "train", folder.name, folder.name, run_id, self.config, resume=True)
+        about = {"group": folder.name, "name": folder.name, "id": run_id, "config": self.config}
+        super().__init__(project=cfg.project, job_type="train", resume="allow", **about)
 
     def _open(self) -> None:
         write_atomically(self.folder / "wandb_id", lambda f: f.write(self.about["id"].encode()))

@@ -48,10 +48,11 @@ def deployment(run: Run, cfg: EvalConfig, scalings: list[dict], ctx: int) -> dic
     except UserError as e:
         return {"transformers, vLLM, llama.cpp": f"none can be told to use this: {e}"}
     factor, L = run.change(scalings, ctx, ctx).factor, run.context.train_ctx
+    rope = keys.get("text_config", keys)["rope_parameters"]
     flags = {
         "yarn": f"--rope-scaling yarn --rope-scale {factor:g} --yarn-orig-ctx {L}",
         "pi": f"--rope-scaling linear --rope-scale {factor:g}",
-        "ntk": f"--rope-freq-base {keys.get('rope_parameters', {}).get('rope_theta', 0):.10g}",
+        "ntk": f"--rope-freq-base {rope.get('rope_theta', 0):.10g}",
     }
     name = "" if run.cfg.layers else describe("scaling", {**scalings[0], "factor": "auto"})
     return {

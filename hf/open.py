@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from conf.errors import UserError, check, ensure
+from conf.errors import check, ensure
 from conf.registry import describe, yaml_values
 from conf.schema import EvalConfig, TrainConfig
 from data.corpus import Document, HeldOut, held_out_texts
@@ -38,18 +38,17 @@ BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.(attention|attn)\.(bias|masked_bi
 LEFT_OUT = "its tokenizer puts {} at the beginning of a text; none is added here, which may raise its losses"
 
 
+OPENERS = {"hf": open_folder, "gguf": open_gguf, "pretrained": lambda path: open_pretrained(path.name)}
+
+
 def open_checkpoint(name: str, setting: str = "run", ignore_keys: Iterable[str] = ()) -> Checkpoint:
     """The checkpoint that hf:FOLDER, gguf:FILE or pretrained:NAME names. UserError if there is none.
 
     ignore_keys: keys of its config that are passed over, if they are unknown.
     """
     kind, _, rest = name.partition(":")
-    if kind in ("hf", "gguf"):
-        source = (open_folder if kind == "hf" else open_gguf)(Path(rest).expanduser())
-    elif kind == "pretrained":
-        source = open_pretrained(rest)
-    else:
-        raise UserError(f"{setting}={name}: must be the name of a run, hf:FOLDER, gguf:FILE or pretrained:NAME")
+    check(kind in OPENERS, setting, name, "the name of a run, hf:FOLDER, gguf:FILE or pretrained:NAME")
+    source = OPENERS[kind](Path(rest).expanduser())
     source.config.ignore |= set(ignore_keys)
     return source
 
@@ -147,7 +146,7 @@ def open_foreign(cfg: EvalConfig, device: torch.device) -> Run:
     UserError for anything that is missing, damaged or not supported, or if the memory is too small; NotApplicable for a
     scaling that does not apply to the model.
     """
-    source, ctx = open_checkpoint(cfg.run or "", ignore_keys=cfg.ignore_keys), cfg.longest_ctx or 0
+    source, ctx = open_checkpoint(cfg.run or "", ignore_keys=cfg.ignore_keys), cfg.longest_ctx
     in_bfloat16 = uses_bfloat16(device, cfg.dtype)
     settings, weights, vocab_size = read_checkpoint(source, ctx, cfg.train_ctx, keep_bfloat16=in_bfloat16)
     model = gpt.from_weights(settings, vocab_size, weights).to(device).eval()

@@ -174,7 +174,7 @@ def read_rope(
 ) -> PositionSettings:
     """The rotation that config.json describes, of heads of width D.
 
-    parameters: `rope_object`, or the object of one type of layer in it. base: where they have none. UserError for a
+    parameters: the `rope_parameters`, or those of one type of layer. base: where they have none. UserError for a
     rope type or parameter that we do not have, and for an L that is unknown.
     """
     nested = parameters.read({"rope_type": str | None, "type": str | None, "rope_theta": float | None})

@@ -46,7 +46,8 @@ def log_curve(project: str, evaluation: Evaluation, method: Method, curves: dict
         run.summary.update(summary(curve, none, bars, evaluation.task) | {"n_parameters": config["n_parameters"]})
 
     # The id is new: a curve that is measured again (fresh=true) is another run
-    with Log(project, "eval", config["run"], name, new_id(name), config) as log:
+    about = {"group": config["run"], "name": name, "id": new_id(name), "config": config}
+    with Log(project=project, job_type="eval", **about) as log:
         log(log_all)
 
 

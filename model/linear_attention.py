@@ -40,15 +40,13 @@ def linear_attention(
     with torch.autocast(q.device.type, enabled=False):  # sums over thousands of tokens lose bfloat16's 8 bits
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k = F.elu(q.to(wide)) + 1, F.elu(k.to(wide)) + 1
-        k_and_v = (k, v.to(wide), rotate(q, k)[1])
-        rotated_q = rotate(q, k)[0]
-        plain_k, v, rotated_k = (t.transpose(1, 2).repeat_interleave(H // t.shape[2], dim=1) for t in k_and_v)
-        q, rotated_q = q.transpose(1, 2), rotated_q.transpose(1, 2)
+        heads = (q, k, v.to(wide), *rotate(q, k))
+        q, k, v, rotated_q, rotated_k = (t.transpose(1, 2).repeat_interleave(H // t.shape[2], dim=1) for t in heads)
         ones = torch.ones_like(v[..., :1])
 
         def sums(drop: int) -> tuple[Tensor, Tensor]:
             """Numerator and denominator over the tokens up to `drop` before each."""
-            rk, pk, vs, os = (F.pad(t, (0, 0, drop, 0))[:, :, :T] for t in (rotated_k, plain_k, v, ones))
+            rk, pk, vs, os = (F.pad(t, (0, 0, drop, 0))[:, :, :T] for t in (rotated_k, k, v, ones))
             return causal_sums(rotated_q, rk, vs), causal_sums(q, pk, os)
 
         numerator, denominator = sums(0)

@@ -18,7 +18,7 @@ PUBLISHED = {"beta_fast": ("Llama 2", 21), "beta": ("Llama 2", 21), "high_freq_f
 
 def frequencies(rotary_dim: int, base: float) -> Tensor:
     """RoPE's inv_freq, radians per token, float64 [rotary_dim / 2]."""
-    return base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    return base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device="cpu") / rotary_dim)
 
 
 def rotations(inv_freq: Tensor, ctx: int) -> Tensor:

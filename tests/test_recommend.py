@@ -172,8 +172,8 @@ def test_what_software_is_told(tmp_path):
     assert "scaling=rerope" in str(of["ReRoPE, log-n"])
     assert of["YaRN"]["llama.cpp"] == "--rope-scaling yarn --rope-scale 3 --yarn-orig-ctx 32 -c 96"
     assert of["PI"]["llama.cpp"] == "--rope-scaling linear --rope-scale 3 -c 96"
-    base = float(of["NTK"]["llama.cpp"].split()[1])
-    assert base == pytest.approx(10_000 * 3 ** (8 / 6)) and "no flag" in of["Llama 3's ramp"]["llama.cpp"]
+    bases = [float(x["NTK"]["llama.cpp"].split()[1]) for x in (of, told("mistral3, mistral"))]  # of text_config
+    assert bases == pytest.approx([10_000 * 3 ** (8 / 6)] * 2) and "no flag" in of["Llama 3's ramp"]["llama.cpp"]
     vllm, _, overrides = of["YaRN"]["vLLM"].partition(" --hf-overrides ")
     assert vllm == "--max-model-len 96" and json.loads(overrides.strip("'"))["rope_parameters"]["rope_type"] == "yarn"
 

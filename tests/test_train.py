@@ -204,7 +204,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(here):
         ("data=text data.files=docs/**/*.txt", "rope-text-filesdocs_.txt"),
         ("init=rope pos=none", "rope-to-none"),
         ("init=rope layers=swan", "rope-swan"),
-        ("init=rope ++pos.base=500 ctx=128", "rope-ctx128-base500"),
+        ("init=rope layers=gemma3 layers.L.base=500 ctx=128", "rope-gemma3-ctx128-L.base500"),
     ],
 )
 def test_run_names_come_from_what_the_command_line_changed(settings, name):

@@ -220,7 +220,7 @@ def test_training_and_evaluation_never_die_of_wandb(broken, here, logged, monkey
 
 
 def test_exceptions_of_the_body_pass_and_mark_the_run_as_failed(logged):
-    with pytest.raises(KeyError), wandb_log.Log("p", "train", "g", "n", "i", {}):
+    with pytest.raises(KeyError), wandb_log.Log(job_type="train", id="i", config={}):
         raise KeyError
     logged[0].finish.assert_called_once_with(exit_code=1)
 
@@ -229,7 +229,7 @@ def test_exceptions_of_the_body_pass_and_mark_the_run_as_failed(logged):
 def test_nothing_is_opened_where_nothing_is_logged(env, logged, monkeypatch, capsys):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    with wandb_log.Log("p", "train", "g", "n", "i", {}) as log:
+    with wandb_log.Log(job_type="train", id="i", config={}) as log:
         log(lambda wandb, run: 1 / 0)
     assert not logged and capsys.readouterr().out == ""
 

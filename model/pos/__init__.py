@@ -49,8 +49,7 @@ class Encoding(nn.Module):
     max_positions: int | None = None
     # float64 [rotary_dim / 2], radians per position, if the encoding rotates; None: it has no frequencies to scale.
     inv_freq: Tensor | None = None
-    # The learning rate of the encoding's own parameters, as a multiple of optim.lr. If it is not 1, these parameters
-    # have no weight decay (engine/optimizer.py).
+    # The learning rate of the encoding's own parameters, as a multiple of optim.lr; not of its modules in the layers
     lr_factor: float = 1.0
     # All learning rates of a training with this encoding, as a multiple of those of optim=: `lr_scale` of its yaml
     lr_scale: float = 1.0

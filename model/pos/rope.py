@@ -18,6 +18,7 @@ from kernels.rope import rope, rope_packed, uses_triton
 from model.pos import Encoding, Shape, constant
 from model.regions import Region
 from model.scaling import ContextChange
+from model.spectrum import frequencies
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Rope(Encoding):
         self.interleaved = interleaved
         D = head if proportional else 2 * pairs
         # A plain attribute, not a buffer: .bfloat16(), .to() and state dicts must never touch the frequencies.
-        self.inv_freq = base ** (-torch.arange(0, 2 * pairs, 2, dtype=torch.float64, device="cpu") / D)  # [pairs]
+        self.inv_freq = frequencies(D, base)[:pairs]
         self.still = D // 2 - pairs  # pairs at frequency 0: part of the rotary width, but not rotated
 
     def frequencies(self, change: ContextChange) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from conf.errors import check
 from kernels.angles import cos_sin, phase
 from model.pos import Encoding, Shape, constant
+from model.spectrum import frequencies
 
 
 class Sinusoidal(Encoding):
@@ -27,9 +28,7 @@ class Sinusoidal(Encoding):
         self.scale = nn.Parameter(torch.tensor(0.02 * 2**0.5))
 
     def embed(self, x: Tensor, positions: Tensor) -> Tensor:
-        C = self.shape.width
-        freq = self.base ** (-torch.arange(0, C, 2, dtype=torch.float64, device="cpu") / C)  # [C / 2]
-        phases = constant(phase(freq).tolist(), torch.int64, positions.device)
+        phases = constant(phase(frequencies(self.shape.width, self.base)).tolist(), torch.int64, positions.device)
         cos, sin = cos_sin(phases, positions)  # [T, C / 2] or [B, T, C / 2]
         return x + (self.scale * torch.stack((sin, cos), dim=-1).flatten(-2)).to(x.dtype)
 
