@@ -40,7 +40,7 @@ FEWER_WINDOWS = ("encodings", "base", "ladder")  # a quarter of the others'
 EVALUATED_WITH = {
     ("yarn",): (
         *("xpos", "pope", "fope", "rope_resonance", "rope_proportional", "gate_head", "gate_element"),
-        *("gemma3", "gemma4", "olmo3", "sssl", "smollm3", "rope_qk_norm"),
+        *("gemma3", "gemma4", "sssl", "smollm3", "rope_qk_norm"),
     ),
     ("logn",): ("swan", "drope", "drope_qk_norm", "rope_to_swan"),
     ("pi",): ("random_float", "rope_half", "rope_quarter"),  # random_float as its paper reads
@@ -179,7 +179,7 @@ def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
             return Evaluation(lengths, ("yarn",), ("++scaling.truncate=false",))
         return Evaluation(lengths, OWN.get(name, ("none",)))
 
-    schedules = {*choices("layers")} - {"uniform"}
+    schedules = {*choices("layers")} - {"uniform", "olmo3"}  # with 4, 8, ... layers olmo3 is sssl
     for name in sorted((*choices("pos"), *schedules, *OTHERS), key=lambda name: (name != "rope", name)):
         yield from_scratch(size, "encodings", name, seed, own(name))
     for name, divisor in SHORTER.items():

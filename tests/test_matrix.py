@@ -32,7 +32,7 @@ def test_plans_train_every_encoding_schedule_and_extension_with_every_seed(size)
     names = {(job.part, job.name) for job in jobs}
     assert len(names) == len(jobs)
     for seed in (0, 1):
-        everything = {*choices("pos"), *choices("layers"), *plan.OTHERS} - {"uniform"}
+        everything = {*choices("pos"), *choices("layers"), *plan.OTHERS} - {"uniform", "olmo3"}
         assert {("encodings", f"{name}-s{seed}") for name in everything} <= names
         assert {("base", f"base{base}-s{seed}") for base in plan.BASES} <= names
         extensions = [(k, m) for k, methods in plan.EXTENSIONS.items() for m in methods]
