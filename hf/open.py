@@ -38,7 +38,7 @@ BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.(attention|attn)\.(bias|masked_bi
 LEFT_OUT = "its tokenizer puts {} at the beginning of a text; none is added here, which may raise its losses"
 
 
-OPENERS = {"hf": open_folder, "gguf": open_gguf, "pretrained": lambda path: open_pretrained(path.name)}
+OPENERS = {"hf": open_folder, "gguf": open_gguf, "pretrained": lambda path: open_pretrained(str(path))}
 
 
 def open_checkpoint(name: str, setting: str = "run", ignore_keys: Iterable[str] = ()) -> Checkpoint:
