@@ -55,7 +55,7 @@ LARGER_BASE = 500_000  # of ABF, as Xiong et al. have it
 # Parameters -> the model; all heads have 64 dimensions, so the same frequencies
 LADDER = {"0.7M": ("model.n_layers=2", "model.n_heads=2", "model.width=128"), "3.7M": (), "11M": ("model=tiny",)}
 TASKS = ("recall", "mqar")
-OF_TASKS = ("rope", "alibi", "kerple", "fox", "gemma3", "swan")
+OF_TASKS = ("rope", "alibi", "kerple", "fox", "gemma3", "swan")  # the others learn only the first task
 SOLVED = 0.8  # the accuracy of the effective context
 TEXTS = 96  # of a task, at each distance of the answer
 SHORTEST_TEXT = 128  # of a task, tokens
@@ -139,6 +139,19 @@ def from_scratch(size: Size, part: str, name: str, seed: int, *evaluations: Eval
     return Job(part, f"{name}-s{seed}", seed, train, evaluations)
 
 
+def every_encoding() -> list[str]:
+    """rope first, then every other encoding, every layer schedule, and OTHERS."""
+    schedules = {*choices("layers")} - {"uniform", "olmo3"}  # with 4, 8, ... layers olmo3 is sssl
+    return sorted((*choices("pos"), *schedules, *OTHERS), key=lambda name: (name != "rope", name))
+
+
+def own_methods(name: str, lengths: tuple[int, ...]) -> Evaluation:
+    """The evaluation of an encoding, layer schedule, or one of OTHERS with the methods that belong to it."""
+    if name == "gpt_oss":  # whose YaRN does not round its ramp
+        return Evaluation(lengths, ("yarn",), ("++scaling.truncate=false",))
+    return Evaluation(lengths, OWN.get(name, ("none",)))
+
+
 def from_run(
     size: Size, part: str, name: str, seed: int, *settings: str, evaluations: tuple, run: str = "rope", steps: int = 0
 ) -> Job:
@@ -173,24 +186,18 @@ def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
     """Every encoding and schedule at up to 32 L with the methods that belong to it, rope among them; bases to 8 L."""
     near = size.lengths(*NEAR)
     lengths = near + size.lengths(*FAR)
-
-    def own(name: str, lengths: tuple[int, ...] = lengths) -> Evaluation:
-        if name == "gpt_oss":  # whose YaRN does not round its ramp
-            return Evaluation(lengths, ("yarn",), ("++scaling.truncate=false",))
-        return Evaluation(lengths, OWN.get(name, ("none",)))
-
-    schedules = {*choices("layers")} - {"uniform", "olmo3"}  # with 4, 8, ... layers olmo3 is sssl
-    for name in sorted((*choices("pos"), *schedules, *OTHERS), key=lambda name: (name != "rope", name)):
+    own = functools.partial(own_methods, lengths=lengths)
+    for name in every_encoding():
         yield from_scratch(size, "encodings", name, seed, own(name))
     for name, divisor in SHORTER.items():
         settings = ("pos=rope", f"steps={size.training.steps // divisor}")
         yield from_scratch(size, "encodings", name, seed, own(name), settings=settings)
     for base in BASES:
         settings = ("pos=rope", f"pos.base={base}")
-        yield from_scratch(size, "base", f"base{base}", seed, own(f"base{base}", near), settings=settings)
+        yield from_scratch(size, "base", f"base{base}", seed, own(f"base{base}", lengths=near), settings=settings)
     turns = rotations(frequencies(size.training.model.head_width, 10000.0), size.L)  # of each pair within L
     complete = ("pos=rope_proportional", f"pos.rotary_fraction={(turns >= 1).double().mean().item()}")
-    yield from_scratch(size, "base", "complete_pairs", seed, own("complete_pairs", near), settings=complete)
+    yield from_scratch(size, "base", "complete_pairs", seed, own("complete_pairs", lengths=near), settings=complete)
     abf = (f"pos.base={LARGER_BASE}", f"ctx={4 * size.L}")  # Xiong et al. train at a longer context, too
     changes: dict[str, tuple[str, ...]] = {"drope": ("pos=none",), "abf": abf, "rope_to_swan": ("layers=swan",)}
     for name, change in changes.items():
@@ -222,12 +229,12 @@ def ladder_jobs(size: Size, seed: int) -> Iterator[Job]:
 
 def task_jobs(size: Size, seed: int) -> Iterator[Job]:
     lengths = tuple(n for n in size.lengths(1, 2, 4, 8) if n >= SHORTEST_TEXT)
-    for task, name in itertools.product(TASKS, OF_TASKS):
-        methods = (Evaluation(lengths, ("yarn", "ntk", "llama3")), Evaluation(lengths, ("rerope",), ("plus=logn",)))
-        evaluations = methods if name == "rope" else (Evaluation(lengths, OWN.get(name, ("none",))),)
-        settings = (f"pos={name}" if name in choices("pos") else f"layers={name}", f"data={task}")
-        job = from_scratch(size, "tasks", f"{task}-{name}", seed, *evaluations, settings=settings)
-        yield replace(job, task=task)
+    methods = (Evaluation(lengths, ("yarn", "ntk", "llama3")), Evaluation(lengths, ("rerope",), ("plus=logn",)))
+    others = (name for name in every_encoding() if name not in OF_TASKS)
+    for task, name in itertools.chain(itertools.product(TASKS, OF_TASKS), itertools.product(TASKS[:1], others)):
+        evaluations = methods if name == "rope" else (own_methods(name, lengths),)
+        job = from_scratch(size, "tasks", name, seed, *evaluations)
+        yield replace(job, name=f"{task}-{job.name}", train=(*job.train, f"data={task}"), task=task)
 
 
 def real_jobs(size: Size, seed: int) -> Iterator[Job]:
