@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor, library as torch_ops
 from triton.language import constexpr
 
-HEADS = 16  # heads in one program, as a loop over heads that share their sines and cosines
+HEADS = 8  # heads in one program, as a loop over heads that share their sines and cosines
 WARPS = 4
 
 
@@ -63,12 +63,13 @@ def _angles(phase_ptr, p_row, t, T, offset, sign, scale, P: constexpr, BLOCK_P: 
 
 @triton.jit
 def _load_head(
-    x_row, inside, D: constexpr, P: constexpr, BLOCK_P: constexpr, BLOCK_TAIL: constexpr, INTERLEAVED: constexpr
+    x_row, t, T, h, N, D: constexpr, P: constexpr, BLOCK_P: constexpr, BLOCK_TAIL: constexpr, INTERLEAVED: constexpr
 ):
-    """One head of some tokens, float32: both halves of the pairs [BLOCK_T, BLOCK_P], the rest [BLOCK_T, BLOCK_TAIL].
+    """Head h of tokens t, float32: both halves of the pairs [BLOCK_T, BLOCK_P], the rest [BLOCK_T, BLOCK_TAIL]; inside.
 
-    x_row: pointers [BLOCK_T, 1] to the head of each token. inside: bool [BLOCK_T, 1], whether it exists.
+    x_row: pointers [BLOCK_T, 1] to it. inside: bool [BLOCK_T, 1], whether it exists: of T tokens and N heads.
     """
+    inside = t[:, None] < tl.where(h < N, T, 0)  # Triton 3.9's interpreter takes no mask & scalar as a mask
     pair = tl.arange(0, BLOCK_P)[None, :]
     mask = inside & (pair < P)
     if INTERLEAVED:
@@ -82,19 +83,18 @@ def _load_head(
     if 2 * P < D:
         tail = tl.arange(0, BLOCK_TAIL)[None, :]
         rest = tl.load(x_row + 2 * P + tail, mask=inside & (tail < D - 2 * P), other=0.0).to(tl.float32)
-    return x1, x2, rest
+    return x1, x2, rest, inside
 
 
 @triton.jit
 def _store_head(y_row, inside, y1, y2, rest, D: constexpr, P: constexpr, INTERLEAVED: constexpr):
-    """The inverse of _load_head: the arguments are those, and the tiles are rounded to the dtype of y."""
+    """The inverse of _load_head: y1, y2, rest, inside are what it returns; the tiles are rounded to the dtype of y."""
     out = y_row.dtype.element_ty
-    BLOCK_P: constexpr = y1.shape[1]
-    pair = tl.arange(0, BLOCK_P)[None, :]
+    pair = tl.arange(0, y1.shape[1])[None, :]
     mask = inside & (pair < P)
     if INTERLEAVED:
-        both = tl.arange(0, 2 * BLOCK_P)[None, :]
-        y = tl.reshape(tl.join(y1, y2), (y1.shape[0], 2 * BLOCK_P))
+        both = tl.arange(0, 2 * y1.shape[1])[None, :]
+        y = tl.reshape(tl.join(y1, y2), (y1.shape[0], 2 * y1.shape[1]))
         tl.store(y_row + both, y.to(out), mask=inside & (both < 2 * P))
     else:
         tl.store(y_row + pair, y1.to(out), mask=mask)
@@ -157,9 +157,9 @@ def _rope_kernel(
     y_sb, y_st, y_sh = tl.where(is_k, yk_sb, yq_sb), tl.where(is_k, yk_st, yq_st), tl.where(is_k, yk_sh, yq_sh)
     x_row = x_ptr + b * x_sb + h * x_sh + t[:, None] * x_st
     y_row = y_ptr + b * y_sb + h * y_sh + t[:, None] * y_st
-    # Of a head that does not exist no token is inside. (Triton 3.9's interpreter takes no mask & scalar as a mask.)
-    inside = t[:, None] < tl.where(h < N, T, 0)
-    x1, x2, rest = _load_head(x_row, inside, D, P, BLOCK_P, BLOCK_TAIL, INTERLEAVED)
+    head = _load_head(x_row, t, T, h, N, D, P, BLOCK_P, BLOCK_TAIL, INTERLEAVED)
+    x_row += x_sh  # not + i * x_sh, a product of 32 bits
+    next_head = _load_head(x_row, t, T, h + 1, N, D, P, BLOCK_P, BLOCK_TAIL, INTERLEAVED)
 
     # ptxas reorders loads, so it decides whether the angles are computed while the first head is being read;
     # docs/kernel.md says where they are.
@@ -167,13 +167,12 @@ def _rope_kernel(
     cos, sin = _angles(phase_ptr, p_row, t, T, offset, sign, scale, P, BLOCK_P, HAS_POSITIONS)
 
     for i in tl.static_range(HEADS):
-        y1, y2, kept = x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest
-        this_inside = inside
-        x_row += x_sh  # not + i * x_sh, a product of 32 bits
-        if i + 1 < HEADS:  # the next head is read before this one is written
-            inside = t[:, None] < tl.where(h + i + 1 < N, T, 0)
-            x1, x2, rest = _load_head(x_row, inside, D, P, BLOCK_P, BLOCK_TAIL, INTERLEAVED)
-        _store_head(y_row, this_inside, y1, y2, kept, D, P, INTERLEAVED)
+        x1, x2, rest, inside = head
+        head = next_head
+        if i + 2 < HEADS:  # two heads are read before this one is written
+            x_row += x_sh
+            next_head = _load_head(x_row, t, T, h + i + 2, N, D, P, BLOCK_P, BLOCK_TAIL, INTERLEAVED)
+        _store_head(y_row, inside, x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest, D, P, INTERLEAVED)
         y_row += y_sh
 
 
