@@ -140,7 +140,7 @@ def from_scratch(size: Size, part: str, name: str, seed: int, *evaluations: Eval
 
 
 def every_encoding() -> list[str]:
-    """rope first, then every other encoding, every layer schedule, and OTHERS."""
+    """rope first, then all other encodings, layer schedules and OTHERS by name."""
     schedules = {*choices("layers")} - {"uniform", "olmo3"}  # with 4, 8, ... layers olmo3 is sssl
     return sorted((*choices("pos"), *schedules, *OTHERS), key=lambda name: (name != "rope", name))
 
