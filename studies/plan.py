@@ -189,6 +189,8 @@ def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
     own = functools.partial(own_methods, lengths=lengths)
     for name in every_encoding():
         yield from_scratch(size, "encodings", name, seed, own(name))
+    rerope = Evaluation(lengths, WITH_LOGN, ("plus=logn",))  # of trainings of its own: rope had its rows
+    yield from_scratch(size, "encodings", "rope_rerope", seed, rerope, settings=("pos=rope",))
     for name, divisor in SHORTER.items():
         settings = ("pos=rope", f"steps={size.training.steps // divisor}")
         yield from_scratch(size, "encodings", name, seed, own(name), settings=settings)
