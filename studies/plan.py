@@ -187,10 +187,9 @@ def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
     near = size.lengths(*NEAR)
     lengths = near + size.lengths(*FAR)
     own = functools.partial(own_methods, lengths=lengths)
+    rerope = Evaluation(lengths, WITH_LOGN, ("plus=logn",))
     for name in every_encoding():
-        yield from_scratch(size, "encodings", name, seed, own(name))
-    rerope = Evaluation(lengths, WITH_LOGN, ("plus=logn",))  # of trainings of its own: rope had its rows
-    yield from_scratch(size, "encodings", "rope_rerope", seed, rerope, settings=("pos=rope",))
+        yield from_scratch(size, "encodings", name, seed, own(name), *((rerope,) if name == "rope" else ()))
     for name, divisor in SHORTER.items():
         settings = ("pos=rope", f"steps={size.training.steps // divisor}")
         yield from_scratch(size, "encodings", name, seed, own(name), settings=settings)

@@ -278,8 +278,8 @@ def encoding_rows(seeds: tuple[int, ...] = (0,), loss_of: Callable[[str, str, in
     noise = np.random.default_rng(0)
     for job in jobs:
         run, L = job.name[:-3], 1024 if job.name.startswith("abf") else 256
-        (evaluation,) = job.evaluations
-        for label, n in itertools.product(dict.fromkeys(("none", "window", *evaluation.methods)), evaluation.lengths):
+        labels = dict.fromkeys(("none", "window", *(method for x in job.evaluations for method in x.methods)))
+        for label, n in itertools.product(labels, job.evaluations[0].lengths):
             rise = {"none": 0.03, "window": 0.0}.get(label, 0.002) * slopes[run] * (run != "alibi")
             loss = 2.5 + 0.02 * slopes[run] + rise * max(0.0, math.log2(n / L))
             spread = noise.normal(0, 0.01, 8)  # of documents
