@@ -145,11 +145,12 @@ def every_encoding() -> list[str]:
     return sorted((*choices("pos"), *schedules, *OTHERS), key=lambda name: (name != "rope", name))
 
 
-def own_methods(name: str, lengths: tuple[int, ...]) -> Evaluation:
-    """The evaluation of an encoding, layer schedule, or one of OTHERS with the methods that belong to it."""
+def own_methods(name: str, lengths: tuple[int, ...]) -> tuple[Evaluation, ...]:
+    """The evaluations of an encoding, layer schedule, or one of OTHERS with the methods that belong to it."""
     if name == "gpt_oss":  # whose YaRN does not round its ramp
-        return Evaluation(lengths, ("yarn",), ("++scaling.truncate=false",))
-    return Evaluation(lengths, OWN.get(name, ("none",)))
+        return (Evaluation(lengths, ("yarn",), ("++scaling.truncate=false",)),)
+    own = Evaluation(lengths, OWN.get(name, ("none",)))
+    return (own, Evaluation(lengths, WITH_LOGN, ("plus=logn",))) if name == "rope" else (own,)
 
 
 def from_run(
@@ -187,23 +188,22 @@ def encoding_jobs(size: Size, seed: int) -> Iterator[Job]:
     near = size.lengths(*NEAR)
     lengths = near + size.lengths(*FAR)
     own = functools.partial(own_methods, lengths=lengths)
-    rerope = Evaluation(lengths, WITH_LOGN, ("plus=logn",))
     for name in every_encoding():
-        yield from_scratch(size, "encodings", name, seed, own(name), *((rerope,) if name == "rope" else ()))
+        yield from_scratch(size, "encodings", name, seed, *own(name))
     for name, divisor in SHORTER.items():
         settings = ("pos=rope", f"steps={size.training.steps // divisor}")
-        yield from_scratch(size, "encodings", name, seed, own(name), settings=settings)
+        yield from_scratch(size, "encodings", name, seed, *own(name), settings=settings)
     for base in BASES:
         settings = ("pos=rope", f"pos.base={base}")
-        yield from_scratch(size, "base", f"base{base}", seed, own(f"base{base}", lengths=near), settings=settings)
+        yield from_scratch(size, "base", f"base{base}", seed, *own(f"base{base}", lengths=near), settings=settings)
     turns = rotations(frequencies(size.training.model.head_width, 10000.0), size.L)  # of each pair within L
     complete = ("pos=rope_proportional", f"pos.rotary_fraction={(turns >= 1).double().mean().item()}")
-    yield from_scratch(size, "base", "complete_pairs", seed, own("complete_pairs", lengths=near), settings=complete)
+    yield from_scratch(size, "base", "complete_pairs", seed, *own("complete_pairs", lengths=near), settings=complete)
     abf = (f"pos.base={LARGER_BASE}", f"ctx={4 * size.L}")  # Xiong et al. train at a longer context, too
     changes: dict[str, tuple[str, ...]] = {"drope": ("pos=none",), "abf": abf, "rope_to_swan": ("layers=swan",)}
     for name, change in changes.items():
-        yield from_run(size, "encodings", name, seed, *change, evaluations=(own(name),))
-    long: Any = {"evaluations": (own("drope_qk_norm"),), "run": "rope_qk_norm", "steps": size.training.steps}
+        yield from_run(size, "encodings", name, seed, *change, evaluations=own(name))
+    long: Any = {"evaluations": own("drope_qk_norm"), "run": "rope_qk_norm", "steps": size.training.steps}
     yield from_run(size, "encodings", "drope_qk_norm", seed, "pos=none", **long)
     # A copy of gemma3 in which scaling methods apply to all layers: one step saves the setting, not other weights
     everywhere = ("layers=gemma3", "layers.L.scaled=true", "optim.lr=1e-30")
@@ -233,7 +233,7 @@ def task_jobs(size: Size, seed: int) -> Iterator[Job]:
     methods = (Evaluation(lengths, ("yarn", "ntk", "llama3")), Evaluation(lengths, ("rerope",), ("plus=logn",)))
     others = (name for name in every_encoding() if name not in OF_TASKS)
     for task, name in itertools.chain(itertools.product(TASKS, OF_TASKS), itertools.product(TASKS[:1], others)):
-        evaluations = methods if name == "rope" else (own_methods(name, lengths),)
+        evaluations = methods if name == "rope" else own_methods(name, lengths)
         job = from_scratch(size, "tasks", name, seed, *evaluations)
         yield replace(job, name=f"{task}-{job.name}", train=(*job.train, f"data={task}"), task=task)
 
