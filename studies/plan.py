@@ -32,7 +32,7 @@ FURTHER_SEEDS = 2
 EXTENSIONS = {1: ("none",), 2: ("none", "yarn"), 4: ("none", "pi", "ntk", "yarn"), 8: ("none", "yarn")}
 FINETUNED = "optim.lr=5e-4", "optim.warmup=5"
 EXTENDED_LENGTHS = {1: (1,), 2: (2,), 4: (4, 5, 8), 8: (8,)}
-BASES = (100, 500, 1_000_000)  # besides the default of 10000
+BASES = (100, 500, 500_000, 1_000_000)  # besides the default of 10000
 # Of each part
 SEEDS = {"rope": 8, "finetune": 6, "base": 4, "encodings": 4, "books": 4, "ladder": 4, "tasks": 3, "real": 1}
 FEWER_WINDOWS = ("encodings", "base", "ladder")  # a quarter of the others'
