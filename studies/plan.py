@@ -54,6 +54,7 @@ SHORTER = {"rope_half": 2, "rope_quarter": 4}  # rope with fewer steps, to compa
 LARGER_BASE = 500_000  # of ABF, as Xiong et al. have it
 # Parameters -> the model; all heads have 64 dimensions, so the same frequencies
 LADDER = {"0.7M": ("model.n_layers=2", "model.n_heads=2", "model.width=128"), "3.7M": (), "11M": ("model=tiny",)}
+LADDER_THIRD = "3.7M"  # with a third of the steps it has as many tokens for each parameter as the largest
 TASKS = ("recall", "mqar")
 OF_TASKS = ("rope", "alibi", "kerple", "fox", "gemma3", "swan")  # the others learn only the first task
 SOLVED = 0.8  # the accuracy of the effective context
@@ -220,7 +221,8 @@ def book_jobs(size: Size, seed: int) -> Iterator[Job]:
 def ladder_jobs(size: Size, seed: int) -> Iterator[Job]:
     near = size.lengths(*NEAR)
     methods = Evaluation(near, ("pi", "ntk", "yarn")), Evaluation(near, ("rerope",), ("plus=logn",))
-    for name, model in LADDER.items():
+    sizes = LADDER | {f"{LADDER_THIRD}-third": (*LADDER[LADDER_THIRD], f"steps={size.training.steps // 3}")}
+    for name, model in sizes.items():
         settings = ("pos=rope", "data=python", *model)
         run, tuned = f"ladder-{name}", Evaluation(size.lengths(4))
         yield from_scratch(size, "ladder", run, seed, *methods, settings=settings)
