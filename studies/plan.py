@@ -3,7 +3,7 @@
     rope        rope with every method, and fine-tuned to 2, 4 and 8 L
     encodings   every encoding, layer schedule and gate, drawn positions, bases of rope, a trained rope that was changed
     books       rope on another kind of text
-    ladder      rope at several sizes on a larger corpus, with the same tokens
+    ladder      rope at several sizes on a larger corpus, with the same tokens, and with the same for each parameter
     tasks       runs that learned to recall, evaluated by the share of right answers
     real        SmolLM2-135M, which is not trained here, on code and on books; and how well it copies
 

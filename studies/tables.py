@@ -17,7 +17,7 @@ from measure.intervals import Estimate, estimate, interval_text, mean_interval, 
 from measure.report import OWN, describe_context, effective_context, whole_answers
 from studies import gain_parts
 from studies.claims import q_text, with_q
-from studies.plan import EXTENSIONS, LADDER, REAL_DOCUMENTS, REAL_TOKENS, SHORTER, SOLVED, TASKS
+from studies.plan import EXTENSIONS, LADDER, LADDER_THIRD, REAL_DOCUMENTS, REAL_TOKENS, SHORTER, SOLVED, TASKS
 from studies.rows import BAR, RESULTS, Rows, difference, fill, header, line, publish, read_rows
 
 WIDE = 0.2  # nats: where the gains of seeds are in two groups and differ by more, they stand in place of an interval
@@ -189,16 +189,16 @@ def rises_section(rows: Rows) -> list[str]:
     return gain_table(columns, {name: cells[name] for name in sorted(cells, key=lambda name: rise_at_8L[name])})
 
 
-def ladder_section(rows: Rows) -> list[str]:
-    """The gain of every method at every size, and of PI over no scaling, and how it grows."""
-    L, sizes = rows.trained_ctx, [float(size.removesuffix("M")) for size in LADDER]
-    methods, cells = [m for m in methods_of(rows, f"ladder-{next(iter(LADDER))}") if m != "window"], {}
+def ladder_section(rows: Rows, *names: str) -> list[str]:
+    """The gain of every method at each of these sizes, and of PI over no scaling, and how it grows."""
+    L, sizes = rows.trained_ctx, [float(name.split("M")[0]) for name in names]
+    methods, cells = [m for m in methods_of(rows, f"ladder-{names[0]}") if m != "window"], {}
     for name, worse, better in (*((f"`{m}`", BAR, m) for m in methods), ("`pi` over `none`", "none", "pi")):
         for n in (2 * L, 4 * L, 8 * L):
-            gains = [difference(*(rows.find(f"ladder-{size}", x, n) for x in (worse, better))) for size in LADDER]
+            gains = [difference(*(rows.find(f"ladder-{size}", x, n) for x in (worse, better))) for size in names]
             growth = gain_parts.growth(sizes, gains) if min(map(len, gains)) >= FEWEST else ""
             cells[f"{name}, {n // L} L"] = [*map(in_seeds, gains), growth]
-    return gain_table([*LADDER, "for ten times the parameters"], cells)
+    return gain_table([*names, "for ten times the parameters"], cells)
 
 
 def task_section(rows: Rows, task: str) -> list[str]:
@@ -294,9 +294,11 @@ def encodings_report() -> str:
 
 def ladder_report() -> str:
     """The text of results/ladder.md."""
-    rows, runs = read_rows(RESULTS / "ladder.jsonl"), [f"ladder-{name}" for name in LADDER]
+    rows, equal = read_rows(RESULTS / "ladder.jsonl"), (f"{LADDER_THIRD}-third", [*LADDER][-1])
+    runs = [f"ladder-{name}" for name in (*LADDER, equal[0])]
     tables = {"sizes": by_length(rows, {run: f"`{run}`" for run in runs}), "noise": noise_section(rows, *runs)}
-    tables |= {"gains": ladder_section(rows), "parts": parts_section(rows, *runs)}
+    tables |= {"gains": ladder_section(rows, *LADDER), "equal": ladder_section(rows, *equal)}
+    tables["parts"] = parts_section(rows, *runs)
     return fill("ladder.md", **tables, cost=cost_section(rows))
 
 
