@@ -35,6 +35,7 @@ class Stopped(Exception):
 
 children: set[subprocess.Popen] = set()  # those of `run_script` that run now, in any thread
 stopping = threading.Event()  # set when no further ones may be started
+starting = threading.Lock()  # held while one is started, and while all are stopped, so that none is missed
 
 
 def run_script(argv: list[str], prefix: str = "") -> None:
@@ -43,13 +44,14 @@ def run_script(argv: list[str], prefix: str = "") -> None:
     argv: the script and its arguments. prefix: of each line that it prints. UserError if the child fails, and Stopped
     if it was stopped.
     """
-    if stopping.is_set():
-        raise Stopped
     piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-    child = subprocess.Popen([sys.executable, str(ROOT / argv[0]), *argv[1:]], **(piped if prefix else {}))
+    with starting:
+        if stopping.is_set():
+            raise Stopped
+        child = subprocess.Popen([sys.executable, str(ROOT / argv[0]), *argv[1:]], **(piped if prefix else {}))
+        children.add(child)
     copying = threading.Thread(target=copy, args=(child.stdout or (), prefix))  # without a pipe it ends at once
     copying.start()
-    children.add(child)
     try:
         code = child.wait()
     finally:
@@ -71,9 +73,10 @@ def copy(lines: Iterable[str], prefix: str) -> None:
 
 def stop() -> None:
     """Send SIGTERM to the child processes, which then save and end, and let no other be started."""
-    stopping.set()
-    for child in [*children]:
-        child.send_signal(signal.SIGTERM)
+    with starting:
+        stopping.set()
+        for child in [*children]:
+            child.send_signal(signal.SIGTERM)
 
 
 # ---- a job ----
