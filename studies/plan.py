@@ -4,7 +4,7 @@
     encodings   every encoding, layer schedule and gate, drawn positions, bases of rope, a trained rope that was changed
     books       rope on another kind of text
     ladder      rope at several sizes on a larger corpus, with the same tokens, and with the same for each parameter
-    tasks       runs that learned to recall, evaluated by the share of right answers
+    tasks       every encoding, schedule and gate that learned to recall or mqar, by the share of right answers
     real        SmolLM2-135M, which is not trained here, on code and on books; and how well it copies
 
 The published rows of a plan are results/PLAN.jsonl. All rows of a file are of the same texts.
@@ -40,6 +40,7 @@ FEWER_WINDOWS = ("encodings", "base", "ladder")  # a quarter of the others'
 EVALUATED_WITH = {
     ("yarn",): (
         *("xpos", "pope", "fope", "rope_resonance", "rope_proportional", "gate_head", "gate_element"),
+        *("ssmax", "sink_logits", "rope_tempered", "rope_partial", "rope_interleaved"),
         *("gemma3", "gemma4", "sssl", "smollm3", "rope_qk_norm"),
     ),
     ("logn",): ("swan", "drope", "drope_qk_norm", "rope_to_swan"),
@@ -56,7 +57,7 @@ LARGER_BASE = 500_000  # of ABF, as Xiong et al. have it
 LADDER = {"0.7M": ("model.n_layers=2", "model.n_heads=2", "model.width=128"), "3.7M": (), "11M": ("model=tiny",)}
 LADDER_THIRD = "3.7M"  # with a third of the steps it has as many tokens for each parameter as the largest
 TASKS = ("recall", "mqar")
-OF_TASKS = ("rope", "alibi", "kerple", "fox", "gemma3", "swan")  # the others learn only the first task
+FIRST_OF_TASKS = ("rope", "alibi", "kerple", "fox", "gemma3", "swan")  # both tasks before the others learn any
 SOLVED = 0.8  # the accuracy of the effective context
 TEXTS = 96  # of a task, at each distance of the answer
 SHORTEST_TEXT = 128  # of a task, tokens
@@ -233,8 +234,8 @@ def ladder_jobs(size: Size, seed: int) -> Iterator[Job]:
 def task_jobs(size: Size, seed: int) -> Iterator[Job]:
     lengths = tuple(n for n in size.lengths(1, 2, 4, 8) if n >= SHORTEST_TEXT)
     methods = (Evaluation(lengths, ("yarn", "ntk", "llama3")), Evaluation(lengths, ("rerope",), ("plus=logn",)))
-    others = (name for name in every_encoding() if name not in OF_TASKS)
-    for task, name in itertools.chain(itertools.product(TASKS, OF_TASKS), itertools.product(TASKS[:1], others)):
+    others = [name for name in every_encoding() if name not in FIRST_OF_TASKS]
+    for task, name in itertools.chain(itertools.product(TASKS, FIRST_OF_TASKS), itertools.product(TASKS, others)):
         evaluations = methods if name == "rope" else own_methods(name, lengths)
         job = from_scratch(size, "tasks", name, seed, *evaluations)
         yield replace(job, name=f"{task}-{job.name}", train=(*job.train, f"data={task}"), task=task)
