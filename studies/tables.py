@@ -304,8 +304,11 @@ def ladder_report() -> str:
 
 def tasks_report() -> str:
     """The text of results/tasks.md."""
-    rows = read_rows(RESULTS / "tasks.jsonl")
-    return fill("tasks.md", **{task: task_section(rows, task) for task in TASKS}, cost=cost_section(rows))
+    tables = {}
+    for size, file in (("", "tasks"), ("small_", "tasks_small")):
+        rows = read_rows(RESULTS / f"{file}.jsonl")
+        tables |= {f"{size}{task}": task_section(rows, task) for task in TASKS} | {f"{size}cost": cost_section(rows)}
+    return fill("tasks.md", **tables)
 
 
 def real_report() -> str:
