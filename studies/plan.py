@@ -7,7 +7,8 @@
     tasks       every encoding, schedule and gate that learned to recall or mqar, by the share of right answers
     real        SmolLM2-135M, which is not trained here, on code and on books; and how well it copies
 
-The published rows of a plan are results/PLAN.jsonl. All rows of a file are of the same texts.
+The published rows of a plan are results/PLAN.jsonl; of the tasks at the size `small`, results/tasks_small.jsonl. All
+rows of a file are of the same texts.
 """
 
 import functools
@@ -57,7 +58,6 @@ LARGER_BASE = 500_000  # of ABF, as Xiong et al. have it
 LADDER = {"0.7M": ("model.n_layers=2", "model.n_heads=2", "model.width=128"), "3.7M": (), "11M": ("model=tiny",)}
 LADDER_THIRD = "3.7M"  # with a third of the steps it has as many tokens for each parameter as the largest
 TASKS = ("recall", "mqar")
-FIRST_OF_TASKS = ("rope", "alibi", "kerple", "fox", "gemma3", "swan")  # both tasks before the others learn any
 SOLVED = 0.8  # the accuracy of the effective context
 TEXTS = 96  # of a task, at each distance of the answer
 SHORTEST_TEXT = 128  # of a task, tokens
@@ -234,8 +234,7 @@ def ladder_jobs(size: Size, seed: int) -> Iterator[Job]:
 def task_jobs(size: Size, seed: int) -> Iterator[Job]:
     lengths = tuple(n for n in size.lengths(1, 2, 4, 8) if n >= SHORTEST_TEXT)
     methods = (Evaluation(lengths, ("yarn", "ntk", "llama3")), Evaluation(lengths, ("rerope",), ("plus=logn",)))
-    others = [name for name in every_encoding() if name not in FIRST_OF_TASKS]
-    for task, name in itertools.chain(itertools.product(TASKS, FIRST_OF_TASKS), itertools.product(TASKS, others)):
+    for task, name in itertools.product(TASKS, every_encoding()):
         evaluations = methods if name == "rope" else own_methods(name, lengths)
         job = from_scratch(size, "tasks", name, seed, *evaluations)
         yield replace(job, name=f"{task}-{job.name}", train=(*job.train, f"data={task}"), task=task)
