@@ -7,8 +7,8 @@
     tasks       every encoding, schedule and gate that learned to recall or mqar, by the share of right answers
     real        SmolLM2-135M, which is not trained here, on code and on books; and how well it copies
 
-The published rows of a plan are results/PLAN.jsonl; of the tasks at the size `small`, results/tasks_small.jsonl. All
-rows of a file are of the same texts.
+The published rows of a plan are results/PLAN.jsonl; of the tasks at the sizes `small` and `small_recall`,
+results/tasks_small.jsonl. All rows of a file are of the same texts.
 """
 
 import functools
