@@ -304,10 +304,11 @@ def ladder_report() -> str:
 
 def tasks_report() -> str:
     """The text of results/tasks.md."""
-    rows, small = (read_rows(RESULTS / f"{name}.jsonl") for name in ("tasks", "tasks_small"))
-    tables = {task: task_section(rows, task) for task in TASKS}
-    tables |= {f"small_{task}": task_section(small, task) for task in TASKS}
-    return fill("tasks.md", **tables, cost=cost_section(rows), small_cost=cost_section(small))
+    tables = {}
+    for size, file in (("", "tasks"), ("small_", "tasks_small")):
+        rows = read_rows(RESULTS / f"{file}.jsonl")
+        tables |= {f"{size}{task}": task_section(rows, task) for task in TASKS} | {f"{size}cost": cost_section(rows)}
+    return fill("tasks.md", **tables)
 
 
 def real_report() -> str:
