@@ -37,7 +37,7 @@ def evaluate(cfg: EvalConfig) -> None:
     requested = requested_method(cfg)
     # NONE first: the others use its rows where they change nothing
     methods = [NONE, WINDOW, *([] if requested in (NONE, WINDOW) else [requested])]
-    breakdowns = requested_groups(evaluation, cfg)
+    groups = requested_groups(evaluation, cfg)
     if distributed.rank() == 0:
         print_start(run, requested, evaluation)
 
@@ -53,7 +53,7 @@ def evaluate(cfg: EvalConfig) -> None:
     curves = {c.label: c for c in align(measured)}
     report = Accuracy(task.threshold, task.chance) if task.accuracy else Losses(task.guess)
     report.print_evaluation(list(curves.values()), curves[requested.label])
-    for groups in breakdowns:
+    if groups:
         show_groups(evaluation, curves, requested, groups)
     folder, name = run.folder / "eval", task.label.split()[0]
     figure = folder / f"ctx{evaluation.ctx}{'' if name == 'matched' else f'-{name}'}.png"

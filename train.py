@@ -25,7 +25,7 @@ from conf.errors import UserError, check
 from conf.registry import describe as describe_knobs
 from conf.schema import SampleConfig, TrainConfig
 from data import corpus as corpora
-from data.batches import PARTS, batch, cut_rows, row_length, training_positions
+from data.batches import PARTS, batch, training_positions
 from engine import checkpoint, device as devices, distributed, finetune
 from engine.compile import compile_blocks, recompute_blocks, should_compile
 from engine.distributed import say
@@ -310,14 +310,9 @@ def count_micro_batches(rows: int, cfg: TrainConfig) -> int:
 def training_batches(
     cfg: TrainConfig, corpus: corpora.Corpus, step: int, local_rows: slice, device: torch.device
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """This rank's micro-batches: windows, int64 [rows, ctx + 1], and their positions [rows, ctx], or None: in order.
-
-    With ctx_start= the windows are shorter and more at first (`row_length`).
-    """
+    """This rank's micro-batches: windows, int64 [rows, ctx + 1], and their positions [rows, ctx], or None: in order."""
     rows, count = cfg.batch_tokens // cfg.ctx, count_micro_batches(local_rows.stop - local_rows.start, cfg)
     windows = batch(corpus.train, step, seed=cfg.seed, size=rows, ctx=cfg.ctx)[local_rows]
-    if cfg.ctx_start:  # it multiplies the rows, so `count` still divides them
-        windows = cut_rows(windows, row_length(step, cfg.steps, cfg.ctx, cfg.ctx_start, cfg.ctx_full_at))
 
     def pieces(x: Tensor) -> tuple[Tensor, ...]:
         # From pinned memory to a GPU, or the copy would wait for the steps before it

@@ -197,8 +197,6 @@ class TrainConfig(CommonConfig):
     ctx: int = setting(256, "tokens in the training window: L", at_least(1))
     positions: str = setting("ordered", "or drawn from a longer range than ctx: docs/encodings.md", POSITIONS)
     longest: int | None = setting(None, "the range of drawn positions; null: 8 ctx")
-    ctx_start: int | None = setting(None, "rows begin with so many tokens and grow to ctx (SkyLadder)", at_least(1))
-    ctx_full_at: float = setting(0.6, "with ctx_start: the share of the steps after which rows have ctx tokens", SHARE)
     batch_tokens: int = setting(2048, "tokens per optimiser step", at_least(1))
     micro_tokens: int = setting(16384, "at most so many per forward pass; gradients are accumulated", at_least(1))
     steps: int = setting(2600, "optimiser steps", at_least(1))
@@ -223,9 +221,6 @@ class TrainConfig(CommonConfig):
         if self.positions != "ordered":
             self.longest = self.longest or 8 * self.ctx
             check(self.longest >= self.ctx, "longest", self.longest, f"at least ctx={self.ctx}")
-        if self.ctx_start:
-            ok = self.ctx % self.ctx_start == 0 and self.positions == "ordered"
-            check(ok, "ctx_start", self.ctx_start, f"a divisor of ctx={self.ctx} with positions=ordered, else null")
         m = self.model
         ok = m.width % m.n_heads == 0 or m.head_dim is not None
         check(ok, "model.width", m.width, f"a multiple of model.n_heads={m.n_heads}")
@@ -281,7 +276,6 @@ class EvalConfig(MeasureConfig):
     task: dict[str, Any] = setting({}, "what is scored at a length n", CHOSEN)
     ctx: Any = setting(None, "at 64, 128, ... ctx tokens; [512,1024]: at these and L; null: by L (hf:X: 8192)", LENGTHS)
     by_antecedent: bool = setting(False, "print the gain by the distance to where a target's last tokens occurred, too")
-    key_tokens: str | None = setting(None, "RUN of a longer context: print the gain where RUN needs that context, too")
     fresh: bool = setting(False, "measure curves again that have been measured before")
     project: str = setting("ropewalk", "in wandb")
 

@@ -42,30 +42,6 @@ def _generator(name: str) -> Generator:
     return Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]))
 
 
-# ---- ctx_start=: rows are short at first and grow to ctx (SkyLadder, Zhu et al. 2025, arXiv 2503.15450) ----
-
-
-def row_length(step: int, steps: int, ctx: int, start: int, full_at: float) -> int:
-    """The length of the rows at a step 0 .. steps - 1, tokens.
-
-    A linear function of the step that begins at `start` and is ctx from step full_at * steps on, rounded down to a
-    divisor of ctx.
-    """
-    if step >= full_at * steps:
-        return ctx
-    length = start + int((ctx - start) * step / (full_at * steps))
-    return max(divisor for divisor in range(1, length + 1) if ctx % divisor == 0)
-
-
-def cut_rows(windows: Tensor, length: int) -> Tensor:
-    """Windows [rows, ctx + 1] -> [rows * ctx / length, length + 1], in order.
-
-    As neighbouring windows do, neighbouring pieces share one token. So all ctx targets of a window remain: every token
-    is seen as often and in the same order as without ctx_start, and only how far back attention can see differs.
-    """
-    return windows.unfold(1, length + 1, length).flatten(0, 1)
-
-
 # ---- positions=: training positions from a longer range than the window, so that large ones are known ----
 
 PARTS = 1024  # of a token: positions=random_float counts in them, because the angles of whole positions are exact

@@ -62,12 +62,10 @@ def compile_blocks(model: GPT, fallback: bool = True) -> None:
 
         return call if fallback else fast
 
-    # By default 8 versions of a block are compiled. A kind of layer needs one for each length of the rows (ctx_start)
-    config: Any = torch._dynamo.config
-    config.recompile_limit = max(64, config.recompile_limit)
+    # By default 8 versions of a block are compiled. A kind of layer needs one to train and one to validate
+    torch._dynamo.config.recompile_limit = 64  # ty: ignore[invalid-assignment]
     # Compile backward passes with the forward ones, where `call` catches what fails
-    functorch: Any = torch._functorch.config
-    functorch.force_non_lazy_backward_lowering = True
+    torch._functorch.config.force_non_lazy_backward_lowering = True  # ty: ignore[invalid-assignment]
     torch.compiler.reset()  # what an earlier job of a sweep compiled counts against dynamo's limit of recompilations
     # Compiled on a CPU, T5's bias at ctx=1024 trains to NaN, and so does linear attention in bfloat16. As a decorator
     # this would import dynamo in every process.

@@ -1,15 +1,9 @@
-"""What eval.py shows in addition, if asked: gains by groups of targets.
+"""What eval.py by_antecedent=true shows in addition: gains by the distance of each target to its antecedent.
 
-* by_antecedent=true: by the distance of each target to its antecedent. The antecedent is the latest earlier place in
-  the document where the target's last five tokens (four before it and the target) occurred. A model that copies can
-  predict such a target from it, if it can use context at that distance. Targets without one gain little from any
-  context.
-* key_tokens=RUN: on key tokens, the targets whose prediction needs long context. A reference run that was fine-tuned at
-  a longer context chooses them, never the evaluated run: targets whose loss with that context is more than 2 nats lower
-  than with L tokens, and below 2 nats (LongPPL, Fang et al. 2024, arXiv 2410.23771, which measures perplexity on these
-  tokens only).
-
-Groups are computed from the losses of single targets that are in a file beside every curve; nothing is measured again.
+The antecedent is the latest earlier place in the document where the target's last five tokens (four before it and the
+target) occurred. A model that copies can predict such a target from it, if it can use context at that distance. Targets
+without one gain little from any context. The groups are computed from the losses of single targets that are in a file
+beside every curve; nothing is measured again.
 """
 
 from collections.abc import Iterator
@@ -22,25 +16,22 @@ import numpy as np
 from conf.errors import UserError, check, ensure
 from conf.schema import EvalConfig
 from data.held_out import ngram_hashes
-from engine import checkpoint
 from engine.files import locked
-from measure.curves import Curve, Row, losses_file, read_curve, write_jsonl
+from measure.curves import Curve, Row, losses_file, write_jsonl
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
 from measure.gain import controls
 from measure.intervals import interval_text, ratio_interval
 from measure.report import print_table
-from measure.tasks.matched import NEAR, Matched
+from measure.tasks.matched import Matched
 
 NGRAM = 5
 EDGES = (64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # of the distances to the antecedent, tokens
-SAVES, BELOW = 2.0, 2.0  # of key tokens, nats
 
 
 @dataclass(frozen=True)
 class Groups:
     """A partition of the targets."""
 
-    title: str  # antecedent, key_tokens=RUN
     names: list[str]
     windows: list[int]  # those scored up to NEAR
     group: np.ndarray  # int [documents, windows, scored]: the group of each of their targets
@@ -59,23 +50,15 @@ class Groups:
 # ---- the groups ----
 
 
-def requested_groups(evaluation: Evaluation, cfg: EvalConfig) -> list[Groups]:
-    """Those that the settings ask for. UserError for one that the task or the reference run cannot have."""
-    groups = []
-    if cfg.by_antecedent:
-        groups.append(antecedent_groups(matched_task(evaluation, "by_antecedent=true"), evaluation.ctx))
-    if cfg.key_tokens:
-        groups.append(key_token_groups(evaluation, cfg.key_tokens, cfg.runs))
-    return groups
-
-
-def matched_task(evaluation: Evaluation, setting: str) -> Matched:
-    """The task of the evaluation. UserError unless it is `matched`, whose targets have a place in a document."""
-    if not isinstance(evaluation.task, Matched):
-        raise UserError(f"{setting}: is for task=matched only, and this is task={evaluation.task.label}")
-    L = evaluation.run.context.longest_trained_ctx
+def requested_groups(evaluation: Evaluation, cfg: EvalConfig) -> Groups | None:
+    """Those of by_antecedent=true. UserError for a task whose targets have no place in a document, or without gains."""
+    if not cfg.by_antecedent:
+        return None
+    task, L, setting = evaluation.task, evaluation.run.context.longest_trained_ctx, "by_antecedent=true"
+    if not isinstance(task, Matched):
+        raise UserError(f"{setting}: is for task=matched only, and this is task={task.label}")
     check(evaluation.lengths[-1] > L, "ctx", evaluation.ctx, f"above the trained context {L}: {setting} shows gains")
-    return evaluation.task
+    return antecedent_groups(task, evaluation.ctx)
 
 
 def antecedents(tokens: np.ndarray, n: int = NGRAM) -> np.ndarray:
@@ -96,32 +79,7 @@ def antecedent_groups(task: Matched, ctx: int) -> Groups:
     distances = [[d[end - s : end] for end in ends[task.near]] for d, ends in zip(repeats, task.ends, strict=True)]
     group = np.where(np.array(distances) == 0, 0, 1 + np.searchsorted(edges, distances, side="right"))
     names = ["none", *(f"< {edge}" for edge in edges), f">= {edges[-1]}"]
-    return Groups("antecedent", names, task.near, group)
-
-
-def key_token_groups(evaluation: Evaluation, reference: str, runs: str) -> Groups:
-    """The targets in two groups, `key` and `others`, by the reference's curve without scaling on the same targets.
-
-    UserError if the reference is the evaluated run, has not been evaluated on these targets, or was not trained at a
-    longer context.
-    """
-    task, run = matched_task(evaluation, f"key_tokens={reference}"), evaluation.run
-    check(reference != run.name, "key_tokens", reference, "another run than the evaluated one")
-    digest = checkpoint.digest_of(Path(runs, reference))
-    for file in sorted(Path(runs, reference, "eval").glob("none-????????.jsonl")):  # without scaling: none-HASH
-        curve = read_curve(file)
-        if digest and curve.first.weights != digest[:12]:
-            continue
-        short, long = curve.first.train_ctx, curve.first.longest_trained_ctx
-        right = f"a run that was fine-tuned at more than {short} and at most {NEAR} tokens"
-        check(short < long <= NEAR, "key_tokens", reference, right)
-        rows = {row.n: row for row in curve.rows if row.targets in evaluation.target_keys.values()}
-        if {short, long} <= rows.keys():
-            before, after = (target_losses(file, rows[n]) for n in (short, long))  # [documents, windows, scored]
-            key = (before - after > SAVES) & (after < BELOW)
-            return Groups(f"key_tokens={reference}", ["others", "key"], task.near, key.astype(np.int64))
-    first = f"python eval.py run={reference} ctx={evaluation.ctx} documents={len(task.names)}"
-    raise UserError(f"key_tokens={reference}: not evaluated on these targets: first {first}")
+    return Groups(names, task.near, group)
 
 
 # ---- their gains ----
@@ -177,9 +135,9 @@ def show_groups(evaluation: Evaluation, curves: dict[str, Curve], method: Method
         if r["targets"]:
             cells.setdefault("control", f"{r['control']:.3f}")
             cells[r["n"]] = interval_text(r["gain"], r["low"], r["high"])
-    print(f"\ngain of {method.label} over the better control by {groups.title}, nats/token [95 %]")
+    print(f"\ngain of {method.label} over the better control by antecedent, nats/token [95 %]")
     print_table(lines)
-    file = curve.parent / f"groups/{groups.title}-{curve.stem}-ctx{evaluation.ctx}-{evaluation.texts}.jsonl"
+    file = curve.parent / f"groups/antecedent-{curve.stem}-ctx{evaluation.ctx}-{evaluation.texts}.jsonl"
     with locked(curve.parent, wait=True):  # another evaluation of this run may write the same file
         write_jsonl(file, rows)
     print(f"rows: {file}")

@@ -74,8 +74,8 @@ REFUSED = {
         +foo=1 -> settings: | ~pos -> pos={}
         seed=??? | pos.base=??? | name=${nothing} -> name: Interpolation key | device=tpu9
         batch_tokens=100 | data=text data.files=none/*.txt | init=nobody | model.width=30 model.n_heads=4 -> model.width
-        model.width=30 -> head_dim=15 | model.n_kv_heads=3 | positions=random longest=32 | ctx_start=48
-        ctx_start=16 positions=random -> ctx_start=16 | model.qk_norm_all_heads=true -> model.qk_norm=False
+        model.width=30 -> head_dim=15 | model.n_kv_heads=3 | positions=random longest=32
+        model.qk_norm_all_heads=true -> model.qk_norm=False
         model.norm_bias=false -> model.norm_bias=False | model.head_bias=true -> model.head_bias=True
         attention=linear model.qk_norm=true -> model.qk_norm=True | pos=alibi attention=linear
         attention=linear model.attention_softcap=9 -> model.attention_softcap=9.0 | model.logit_softcap=0

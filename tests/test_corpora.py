@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from data.corpora import books, hub, mqar, recall, tracking
+from data.corpora import books, hub, mqar, recall
 from data.corpus import call_corpus
 from tests.helpers import line_of, train_settings
 
@@ -73,30 +73,6 @@ def test_the_text_of_recall_is_that_of_the_published_runs():
     sample = recall.annotate(["x"] * 256, random.Random("recall"), 1, 4)
     want = "6bfba043203f086add09ac6ca5451372cbbe2f1232ddf09748b020cf9fae2b9b"
     assert hashlib.sha256(sample.encode()).hexdigest() == want == recall.fingerprint(1, 4)["sample"]
-
-
-@pytest.mark.parametrize("hops", [0, 1, 2, 4])
-def test_every_statement_of_a_variable_is_the_value_that_an_interpreter_finds(hops):
-    text = tracking.annotate(LINES, random.Random(hops), hops)
-    assert text == tracking.annotate(LINES, random.Random(hops), hops)
-    value: dict[str, str] = {}
-    depth: dict[str, int] = {}
-    statements, rest = 0, []
-    for line in text.splitlines():
-        if not (note := re.fullmatch("# ([A-Z]) ([=:]) ([A-Za-z])", line)):
-            rest.append(line)
-        elif note[2] == ":":
-            assert value[note[1]] == note[3]
-            statements += 1
-        else:
-            value[note[1]] = note[3] if note[3].islower() else value[note[3]]
-            depth[note[1]] = 0 if note[3].islower() else depth[note[3]] + 1
-            assert depth[note[1]] <= hops
-    assert rest == LINES and statements > len(LINES) / 8 and max(depth.values()) <= hops
-    chained = [x for x in text.splitlines() if re.fullmatch("# [A-Z] = [A-Z]", x)]
-    assert bool(chained) == (hops > 0) and all(tracking.ASSIGNMENT.fullmatch(x) for x in chained)
-    assert line_of(tracking.fingerprint, 9).startswith("data.hops=9: ")
-    assert tracking.fingerprint(hops) != tracking.fingerprint(0 if hops else 1)
 
 
 @pytest.mark.parametrize("pairs", [1, 8, 26])

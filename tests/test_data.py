@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import train
 from conf.registry import choices, load_kind, yaml_values
 from data import batches, corpus as corpora, tokenizer
-from data.batches import PARTS, batch, row_length, training_positions
+from data.batches import PARTS, batch, training_positions
 from data.corpora import python, sympy
 from data.held_out import find_copies, long_documents, validation_windows
 from model.scaling import NO_CHANGE, TrainedContext
@@ -284,30 +284,14 @@ def test_validation_windows_are_held_out_text_and_never_cross_documents(docs):
     assert len({tuple(w) for w in windows.tolist()}) == 10
 
 
-# ---- ctx_start=: rows that are short at first ----
-
-
-def test_lengths_grow_linearly_from_the_first_to_all_tokens():
-    lengths = [row_length(step, 100, 256, 32, 0.6) for step in range(100)]
-    assert lengths[0] == 32 and set(lengths[60:]) == {256} and lengths[59] == 128
-    assert lengths == sorted(lengths) and set(lengths) == {32, 64, 128, 256}
-    # 32 + 224 step / 60 reaches 64 at step 8.6 and 128 at step 25.7
-    assert (lengths.index(64), lengths.index(128), lengths.index(256)) == (9, 26, 60)
-    assert {row_length(step, 10, 96, 32, 1.0) for step in range(10)} == {32, 48}  # divisors; ctx after the last step
-    assert row_length(0, 10, 64, 32, 0.0) == 64 and row_length(3, 10, 64, 64, 0.5) == 64
-
-
 CORPUS = SimpleNamespace(train=np.arange(10_000, dtype=np.uint16))
 
 
-def test_batches_of_a_step_are_cut_and_split_into_equal_micro_batches():
-    cfg = train_settings("ctx=64", "batch_tokens=512", "micro_tokens=128", "steps=10", "ctx_start=16")
-    for step, length in ((0, 16), (3, 32), (6, 64)):
-        batches = train.training_batches(cfg, CORPUS, step, slice(0, 8), torch.device("cpu"))
-        assert {(tuple(x.shape), positions) for x, positions in batches} == {((128 // length, length + 1), None)}
-        whole = batch(CORPUS.train, step, seed=0, size=8, ctx=64)
-        for part in (slice(0, -1), slice(1, None)):  # the inputs and the targets, in the same order
-            assert torch.equal(torch.cat([x[:, part].flatten() for x, _ in batches]), whole[:, part].flatten())
+def test_the_batch_of_a_step_is_split_into_equal_micro_batches():
+    cfg = train_settings("ctx=64", "batch_tokens=512", "micro_tokens=128")
+    batches = train.training_batches(cfg, CORPUS, 3, slice(0, 8), torch.device("cpu"))
+    assert [(tuple(x.shape), positions) for x, positions in batches] == [((2, 65), None)] * 4
+    assert torch.equal(torch.cat([x for x, _ in batches]), batch(CORPUS.train, 3, seed=0, size=8, ctx=64))
 
 
 # ---- positions= ----

@@ -1,8 +1,6 @@
-"""Gains by groups of targets: near-copies and antecedents against plain loops, key tokens, and what eval.py writes."""
+"""Gains by groups of targets: near-copies and antecedents against plain loops, and what eval.py writes."""
 
-import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from conf.registry import yaml_values
 from data.held_out import NGRAM, find_copies
 from measure import breakdowns
 from measure.breakdowns import Groups, antecedent_groups, antecedents, group_rows, requested_groups, show_groups
-from measure.curves import Curve, add_rows, read_curve, write_jsonl
+from measure.curves import Curve
 from measure.evaluation import NONE, WINDOW, Evaluation, Method
 from measure.gain import controls, gain
 from measure.intervals import ratio_interval
@@ -123,7 +121,7 @@ def test_gains_of_groups_add_up_to_the_gain_over_all_targets(slope, tmp_path):
         for key, want in (("gain", gain(own, bar)[0]), ("loss", own.loss), ("control", bar.loss)):
             mean = sum(row["targets"] * row[key] for row in parts) / (3 * 2 * 64)
             assert mean == pytest.approx(want, abs=1e-4), key
-    one = Groups("all", ["all", "empty"], [0, 1], np.zeros((3, 2, 64), dtype=np.int64))
+    one = Groups(["all", "empty"], [0, 1], np.zeros((3, 2, 64), dtype=np.int64))
     (all_of_them, empty) = [row for row in group_rows(found, curves, NONE, one) if row["n"] == 256]
     want = gain(curves["none"].by_length()[256], bars[256])
     assert (all_of_them["gain"], all_of_them["low"], all_of_them["high"]) == pytest.approx(want, abs=1e-4)
@@ -156,57 +154,17 @@ def test_ratio_weights_documents_by_their_targets():
     assert ratio_interval(4 * sums, 4 * counts) == pytest.approx((mean, *want), rel=1e-4)
 
 
-# ---- key tokens ----
-
-
-def reference(found: Evaluation, folder: Path, short: np.ndarray, long: np.ndarray, long_ctx: int = 128) -> None:
-    """Writes runs/tuned/eval: a curve of a run extended from 64 to long_ctx tokens with these losses at both lengths.
-
-    short, long: [documents, windows, scored]
-    """
-    curve = curves_of(found)["none"]
-    file = folder / "runs/tuned/eval/none-01234567.jsonl"
-    by_length = curve.by_length()
-    for n, losses in ((64, short), (128, long)):
-        values = {"longest_trained_ctx": long_ctx, "nll": losses.sum(axis=2).ravel().tolist()}
-        values["loss"] = losses.mean()
-        row = dataclasses.replace(by_length[n], run="tuned", **values)
-        add_rows(file, [row], losses.reshape(-1, losses.shape[-1]).astype(np.float32))
-
-
-def test_key_tokens_are_those_for_which_the_reference_needs_its_context(tmp_path):
-    found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *SETTINGS)
-    short, long = np.full((3, 2, 64), 3.0), np.full((3, 2, 64), 1.5)
-    short[1, 1, :7], long[1, 1, :7] = (4.0, 4.0, 5.0, 3.5, 2.0, 9.0, 0.5), (1.9, 2.1, 2.5, 1.9, 0.1, 0.5, 9.0)
-    reference(found, tmp_path, short, long)
-    groups = breakdowns.key_token_groups(found, "tuned", str(tmp_path / "runs"))
-    assert groups.names == ["others", "key"] and groups.group.sum() == 2
-    assert groups.group[1, 1, :7].tolist() == [1, 0, 0, 0, 0, 1, 0]
-    # Rows of another number of documents, which may stand after them, and a curve of other weights are passed over
-    (file,) = (tmp_path / "runs/tuned/eval").glob("none-*")
-    rows = read_curve(file).rows
-    write_jsonl(file, [*rows, *(dataclasses.replace(row, targets="0" * 12) for row in rows)])
-    assert np.array_equal(breakdowns.key_token_groups(found, "tuned", str(tmp_path / "runs")).group, groups.group)
-
-
 @pytest.mark.parametrize(
-    "settings, longest_of_tuned, message",
+    "settings, message",
     [
-        ("key_tokens=stub", 128, "key_tokens=stub: must be another run than the evaluated one"),
-        ("key_tokens=absent", 128, "absent: not evaluated on these targets: first python eval.py run=absent ctx=256"),
-        ("key_tokens=tuned", 64, "must be a run that was fine-tuned at more than 64"),
-        ("key_tokens=tuned documents=2", 128, "key_tokens=tuned: not evaluated on these targets"),
-        ("by_antecedent=true task=sliding", 128, "is for task=matched only, and this is task=sliding"),
-        ("by_antecedent=true ctx=[64]", 128, "ctx=64: must be above the trained context 64"),
+        ("by_antecedent=true task=sliding", "is for task=matched only, and this is task=sliding"),
+        ("by_antecedent=true ctx=[64]", "ctx=64: must be above the trained context 64"),
     ],
 )
-def test_what_has_no_groups_is_refused(settings, longest_of_tuned, message, tmp_path):
-    found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *SETTINGS)
-    reference(found, tmp_path, np.ones((3, 2, 64)), np.ones((3, 2, 64)), longest_of_tuned)
+def test_what_has_no_groups_is_refused(settings, message, tmp_path):
     asked = [x for x in SETTINGS if "task=sliding" not in settings or "task." not in x] + settings.split()
-    cfg = eval_settings(*asked, f"runs={tmp_path}/runs")
-    other = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *asked)
-    assert message in line_of(requested_groups, other, cfg)
+    found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *asked)
+    assert message in line_of(requested_groups, found, eval_settings(*asked))
 
 
 def test_targets_without_losses_are_one_line(tmp_path):
@@ -222,18 +180,12 @@ def test_targets_without_losses_are_one_line(tmp_path):
 # ---- what eval.py prints and writes ----
 
 
-def test_breakdowns_are_printed_and_written(tmp_path, capsys):
-    pi, wanted = Method("pi", [yaml_values("scaling", "pi")]), ("antecedent", "key_tokens=tuned")
-    found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *SETTINGS)
-    reference(found, tmp_path, np.full((3, 2, 64), 5.0), np.ones((3, 2, 64)))
-    curves = curves_of(found, pi)
-    asked = ("by_antecedent=true", "key_tokens=tuned", f"runs={tmp_path}/runs")
-    for groups in requested_groups(found, eval_settings(*SETTINGS, *asked)):
-        show_groups(found, curves, pi, groups)
-    out = capsys.readouterr().out
-    for title in wanted:
-        (file,) = tmp_path.glob(f"runs/stub/eval/groups/{title}-pi-*-ctx256-{found.texts}.jsonl")
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
-        assert f"gain of pi over the better control by {title}, nats/token [95 %]" in out
-        assert {row["n"] for row in rows} == {128, 256} and {row["run"] for row in rows} == {"stub"}
-        assert sum(row["targets"] for row in rows) == 2 * 3 * 2 * 64
+def test_groups_are_printed_and_written(tmp_path, capsys):
+    pi, asked = Method("pi", [yaml_values("scaling", "pi")]), (*SETTINGS, "by_antecedent=true")
+    found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *asked)
+    show_groups(found, curves_of(found, pi), pi, requested_groups(found, eval_settings(*asked)))
+    (file,) = tmp_path.glob(f"runs/stub/eval/groups/antecedent-pi-*-ctx256-{found.texts}.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert "gain of pi over the better control by antecedent, nats/token [95 %]" in capsys.readouterr().out
+    assert {row["n"] for row in rows} == {128, 256} and {row["run"] for row in rows} == {"stub"}
+    assert sum(row["targets"] for row in rows) == 2 * 3 * 2 * 64

@@ -13,7 +13,7 @@ import torch
 
 from conf.errors import UserError
 from conf.registry import choices, load_kind, yaml_values
-from data.corpora import mqar, recall, tracking
+from data.corpora import mqar, recall
 from data.corpus import HeldOut
 from measure import tasks
 from measure.curves import Curve, read_curve
@@ -73,7 +73,7 @@ def test_texts_have_n_tokens_before_their_last_one_and_distances_that_fit(name):
         distances = [p.distance for p in task.pieces(n)]
         assert distances == sorted(set(distances)) and distances[0] >= 1 and distances[-1] <= n * 7 // 8
     assert task.distances(512)[-1] == 448
-    assert task.chance == {"recall": 1 / 26, "mqar": 1 / 8, "tracking": 1 / 3}.get(name, 0)
+    assert task.chance == {"recall": 1 / 26, "mqar": 1 / 8}.get(name, 0)
 
 
 @pytest.mark.parametrize("name", WITH_ANSWER)
@@ -88,7 +88,7 @@ def test_more_examples_begin_with_the_same_texts_and_all_texts_differ(name):
 def notes_and_lines() -> list[str]:
     """Random lines with the notes of all corpora that have some between them."""
     lines = random_lines(0, 400)
-    for annotate, knob in ((recall.annotate, (1, 4)), (mqar.annotate, (8,)), (tracking.annotate, (2,))):
+    for annotate, knob in ((recall.annotate, (1, 4)), (mqar.annotate, (8,))):
         lines = annotate(lines, random.Random(0), *knob).splitlines()
     return lines
 
@@ -185,31 +185,6 @@ def test_each_asked_pair_is_in_the_table_once(n, pairs, queries):
         assert scored == [token(value) for value in values]
         assert [x for x in decoded(tokens[1:]).splitlines()[1:] if mqar.TABLE.fullmatch(x)] == [given, asked]
         assert all(len(places([token(key)], tokens)) == 2 for key in keys)
-
-
-def values_of(text: str) -> dict[str, str]:
-    """The value of each variable after all assignments of a text, by a little interpreter."""
-    value: dict[str, str] = {}
-    for name, source in re.findall(r"^# ([A-Z]) = ([A-Za-z])$", text, flags=re.M):
-        value[name] = source if source.islower() else value[source]
-    return value
-
-
-@pytest.mark.parametrize("n", LENGTHS)
-@pytest.mark.parametrize("hops, chains", [(1, 2), (0, 0), (2, 4), (0, 3)])
-def test_the_chain_of_assignments_leads_to_the_answer(n, hops, chains):
-    for distance, tokens, scored in texts(built("tracking", hops=hops, chains=chains), n):
-        text = decoded(tokens)
-        found = values_of(text)
-        name, answer = re.search(r"\n# ([A-Z]) : ([a-z])$", text).groups()
-        assert found[name] == answer and scored == [token(answer)]
-        assert len(found) == (1 + hops) * (1 + chains)
-        assert sorted(found.values()).count(answer) == 1 + hops and len({*found.values()}) == 1 + chains
-        sources = re.findall(r"^# [A-Z] = ([A-Z])$", text, flags=re.M)
-        assert len(sources) == len({*sources}) == hops * (1 + chains)  # each variable is assigned on at most once
-        first = text.index(f" = {answer}\n") - len("# K")  # the answer occurs once, in the first assignment
-        assert len(places([token(answer)], tokens)) == 2
-        assert len(any_task_corpus().encode(text[first:])) == distance + 4
 
 
 # ---- effective context ----
