@@ -23,7 +23,7 @@ from conf.schema import TrainConfig, differences, from_dict
 from engine import distributed
 from engine.files import write_atomically
 
-FORMAT = 2  # version of ckpt.pt; raise it when its keys change
+FORMAT = 3  # version of ckpt.pt; raise it when its keys change
 # What a file of another content makes torch and our own checks raise
 ERRORS = (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError)
 

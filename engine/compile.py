@@ -62,7 +62,7 @@ def compile_blocks(model: GPT, fallback: bool = True) -> None:
 
         return call if fallback else fast
 
-    # By default 8 versions of a block are compiled. A kind of layer needs one to train and one to validate
+    # By default at most 8 versions of a block are compiled; each kind of layer needs one to train and one to validate
     torch._dynamo.config.recompile_limit = 64  # ty: ignore[invalid-assignment]
     # Compile backward passes with the forward ones, where `call` catches what fails
     torch._functorch.config.force_non_lazy_backward_lowering = True  # ty: ignore[invalid-assignment]

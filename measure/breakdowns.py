@@ -51,7 +51,7 @@ class Groups:
 
 
 def requested_groups(evaluation: Evaluation, cfg: EvalConfig) -> Groups | None:
-    """Those of by_antecedent=true. UserError for a task whose targets have no place in a document, or without gains."""
+    """Those of by_antecedent=true. UserError for tasks whose targets have no place in a document, and without n > L."""
     if not cfg.by_antecedent:
         return None
     task, L, setting = evaluation.task, evaluation.run.context.longest_trained_ctx, "by_antecedent=true"

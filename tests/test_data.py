@@ -284,6 +284,8 @@ def test_validation_windows_are_held_out_text_and_never_cross_documents(docs):
     assert len({tuple(w) for w in windows.tolist()}) == 10
 
 
+# ---- micro-batches ----
+
 CORPUS = SimpleNamespace(train=np.arange(10_000, dtype=np.uint16))
 
 

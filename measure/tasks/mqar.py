@@ -23,7 +23,7 @@ class Mqar(PlacedAnswer):
         self.scored = ([False, True] * queries)[1:]  # the first value, then each key and its value
         self.given, self.asked = 2 + 2 * pairs, 1 + 2 * queries
         super().__init__(corpus, ctx, documents, threshold)
-        self.check_letters(pairs, 2)
+        self.check_letters(pairs)
         self.chance = 1 / pairs  # of a model that names any of the values of the table
 
     def example(self, n: int, distance: int, rng: random.Random) -> list[int]:

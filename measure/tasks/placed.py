@@ -89,10 +89,10 @@ class PlacedAnswer(Task):
 
         return next_tokens
 
-    def check_letters(self, capitals: int, letters: int) -> None:
-        """UserError if fewer letters than these are one token each of the run's tokenizer."""
-        if len(self.capitals) < capitals or len(self.letters) < letters:
-            few = f"fewer than {capitals} capital and {letters} small letters that are one token each"
+    def check_letters(self, capitals: int) -> None:
+        """UserError if fewer capital letters, or fewer than two small ones, are one token each of the tokenizer."""
+        if len(self.capitals) < capitals or len(self.letters) < 2:
+            few = f"fewer than {capitals} capital and 2 small letters that are one token each"
             raise UserError(f"task={self.label}: this tokenizer has {few}: use data.tokenizer=bpe in training")
 
     def one_token_each(self, line: str, symbols: int) -> list[int]:

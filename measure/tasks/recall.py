@@ -39,7 +39,7 @@ class Recall(PlacedAnswer):
         self.scored = (note * queries)[1 + key : -1]
         self.given, self.asked = queries * len(note), queries * len(note) - 2
         super().__init__(corpus, ctx, documents, threshold)
-        self.check_letters(queries + 2, 2)
+        self.check_letters(queries + 2)
         self.chance = 1 / len(self.letters)
 
     def example(self, n: int, distance: int, rng: random.Random) -> list[int]:
