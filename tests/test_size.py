@@ -12,19 +12,19 @@ from tests.source import ROOT, code_lines, functions, imports_of, python_files, 
 # Limits, and where they are above the aim, the aim: a limit rises only with what a new feature needs
 BUDGETS = {
     "commands": 531,
-    "conf": 557,
-    "data": 526,
+    "conf": 551,
+    "data": 483,
     "engine": 794,
     "kernels": 338,
     "model": 1546,
-    "measure": 1454,
+    "measure": 1394,
     "hf": 1222,
     "studies": 1754,
     "bench": 277,
     "product": 9000,
     "tests": 8000,
 }
-AIMS = BUDGETS | {"commands": 450, "conf": 400, "data": 520, "engine": 750}
+AIMS = BUDGETS | {"commands": 450, "conf": 400, "engine": 750}
 AIMS |= {"measure": 1100, "hf": 1100, "studies": 1500}
 README_LINES, README_WORDS, MINIMAL_LINES = 160, 1700, 200
 LONGEST_FUNCTION, SMALLEST_FILE, IMPORTS_IN_FUNCTIONS = 70, 25, 15  # lines, code lines, functions
