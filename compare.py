@@ -46,8 +46,7 @@ def main() -> None:
     curves = read_curves(args.runs, args.run, configs)
     if args.task and not (curves := [c for c in curves if c.first.task.split()[0] == args.task]):
         raise UserError(f"--task {args.task}: no curve of this task: first: python eval.py task={args.task}")
-    texts = most_shared_texts(curves)
-    selected = select_shared(curves, texts)
+    selected = select_shared(curves, most_shared_texts(curves))
     labels = sorted({c.label for c in selected})
     only = args.only.split(",") if args.only else labels
     if unknown := [label for label in only if label not in labels]:
@@ -88,9 +87,10 @@ def read_curves(runs: str, names: Sequence[str], configs: Configs) -> list[Curve
     curves = []
     for run, group in shown.items():
         folder, steps = Path(runs, run), configs[run].steps if run in configs else 0
+        early = group if [*shown.values()].count(group) == 1 else f"{run} (in training)"
         try:
             found = read_run(folder, checkpoint.digest_of(folder))
-            curves += [replace(c, named=group if c.first.step >= steps else "") for c in found]
+            curves += [replace(c, named=group if c.first.step >= steps else early) for c in found]
         except UserError as e:  # a damaged ckpt.pt
             print(f"left out: {e}", file=sys.stderr)
     ensure(curves, f"no evaluated curve in {runs}/: first: python eval.py ctx=8192 scaling=ntk")
@@ -98,14 +98,15 @@ def read_curves(runs: str, names: Sequence[str], configs: Configs) -> list[Curve
 
 
 def most_shared_texts(curves: list[Curve]) -> str:
-    """The key of the texts that most runs were evaluated on; of several such keys, the first with the most curves.
+    """The key of the texts that most runs were evaluated on; of several such keys, that of most curves, then targets.
 
     The key is `Row.texts` (measure/curves.py), a hash of the task and its texts.
     """
     found = dict.fromkeys((row.texts, c.run, c.label) for c in curves for row in c.rows)
     runs = Counter(texts for texts, _ in dict.fromkeys((texts, run) for texts, run, _ in found))
     count = Counter(texts for texts, *_ in found)
-    return max(count, key=lambda texts: (runs[texts], count[texts]))
+    targets = {row.texts: row.tokens for c in curves for row in c.rows}
+    return max(count, key=lambda texts: (runs[texts], count[texts], targets[texts]))
 
 
 def print_left_out(curves: Sequence[Curve], here: Row, configs: Configs) -> None:
@@ -116,12 +117,14 @@ def print_left_out(curves: Sequence[Curve], here: Row, configs: Configs) -> None
     """
     wanted, lines = facts(here, configs), set()
     shown = {(c.run, c.label) for c in curves if any(row.texts == here.texts for row in c.rows)}
-    for c, row in ((curve, row) for curve in curves for row in curve.rows if row.texts != here.texts):
-        found = facts(row, configs)
-        differs = next((key for key in found if found[key] != wanted.get(key)), "documents")
-        command = f"python compare.py {c.group}" + f" --task {row.task.split()[0]}" * (differs == "task")
-        if differs in ("ctx", "documents"):
+    others = ((c, next((row for row in c.rows if row.texts != here.texts), here)) for c in curves)
+    for c, row in ((c, row) for c, row in others if row is not here):
+        found, name = facts(row, configs), c.group.partition(" (in")[0]
+        differs = next(key for key in found if found[key] != wanted.get(key))
+        command = f"python compare.py {name}" + f" --task {row.task.split()[0]}" * (differs == "task")
+        if differs in ("ctx", "documents", "task.windows", "task.scored_tokens", "texts"):
             command = f"python eval.py run={c.run} ctx={here.ctx} documents={here.documents}"
+            command += f" {differs}={wanted[differs]}" * differs.startswith("task.")
         if differs == "task" or (c.run, c.label) not in shown:
             lines.add(f"  {c.group}: {differs} {found[differs]}, not {wanted.get(differs)}: {command}")
     if lines:
@@ -132,7 +135,8 @@ def facts(row: Row, configs: Configs) -> dict[str, object]:
     """What the scored tokens of a row follow from, as far as it is known, and first what explains the most."""
     data = configs[row.run].data if row.run in configs else {}
     known = {"corpus": yaml_name("data", data), "vocabulary": "{tokenizer} {vocab_size}".format(**data)} if data else {}
-    return {"task": row.task} | known | {"ctx": row.ctx, "documents": row.documents}
+    known |= {"ctx": row.ctx, "documents": row.documents, "task.windows": len(row.scored_windows)}
+    return {"task": row.task} | known | {"task.scored_tokens": round(row.targets_per_window), "texts": row.texts}
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ def main() -> None:
     """
     if {"--help", "-h"} & set(sys.argv[1:]):
         return print(__doc__)
-    given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
-    settings = {"runs": "runs", "cache": ".cache"} | given
+    settings = {"runs": "runs", "cache": ".cache"} | dict(x.partition("=")[::2] for x in sys.argv[1:])
     if settings.keys() != {"run", "out", "runs", "cache"} or not all(settings.values()):
         raise UserError("usage: python export.py run=NAME out=DIR, and if needed runs=FOLDER cache=FOLDER")
     out = Path(settings["out"])

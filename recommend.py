@@ -49,11 +49,11 @@ def recommend(cfg: RecommendConfig) -> None:
         until = began + PERPLEXITY * seconds
         control, loss, gains, costs = recommendation.compare(texts, list(methods.values()), until)
         chosen, hits = recommendation.choose(gains, costs), {}
-        if not chosen and time.monotonic() < (until + began + seconds) / 2:  # half of the rest is left
+        # Half of the rest is left, and the texts have a place for a passage
+        if not chosen and time.monotonic() < (until + began + seconds) / 2 and ctx >= 128:
             settings.ctx, settings.task = [ctx], yaml_values("task", "copying")
-            best = sorted(costs, key=lambda m: -gains[m].mean())[:2]
-            copying = Evaluation(run, settings, device)
-            hits = recommendation.recall(copying, [methods[m] for m in best], began + seconds)
+            best = [methods[m] for m in sorted(costs, key=lambda m: -gains[m].mean())[:2]]
+            hits = recommendation.recall(Evaluation(run, settings, device), best, began + seconds)
 
     # ---- the answer, and the settings ----
     print()
@@ -72,7 +72,7 @@ def recommend(cfg: RecommendConfig) -> None:
         chosen, line = recommendation.recall_sentence(hits, L)
         lines.append(line)
     elif not chosen:
-        lines.append("Copying from further than L back was not tried: no time was left, or ctx is too close to L.")
+        lines.append("Copying from further than L back was not tried: no time was left, or ctx is too short.")
     if loss > 0.85 * texts.task.guess:
         lines.append(f"Doubtful: {loss:.2f} nats/token is hardly better than guessing, {texts.task.guess:.2f}.")
     for line in ("", *lines):

@@ -189,8 +189,8 @@ class TrainConfig(CommonConfig):
     attention: str = setting("softmax", "in all layers", one_of("softmax", "linear"))
     init: str | None = setting(None, "start from runs/NAME, hf:FOLDER, gguf:FILE or pretrained:smollm2: docs/layers.md")
     ignore_keys: list[str] = setting([], IGNORED, KEYS)
-    # Set by train.py for a run with init=: name and digest of the parent run (run, weights), and the context and number
-    # of tokens of the pre-training (ctx, tokens)
+    # Set by train.py for a run with init=: name and digest of the parent run (run, weights), the context and number of
+    # tokens of the pre-training (ctx, tokens); if the parent was fine-tuned, its longest context since then (longest)
     pretrained: dict[str, Any] = field(default_factory=dict)
     # Set by train.py: the settings on its command line, for the command that trains further seeds
     typed: list[str] = field(default_factory=lambda: ["..."])
@@ -239,7 +239,7 @@ class TrainConfig(CommonConfig):
 # Settings that do not change the trained weights: a run is resumed although they differ (`differences`)
 RUN_CONTROL = (
     *("name", "typed", "fresh", "save_every", "log_every", "compile", "recompute"),
-    *("kernel", "device", "runs", "cache", "project", "shard"),
+    *("kernel", "device", "runs", "cache", "project", "shard", "pretrained.longest"),
 )
 
 

@@ -1,6 +1,7 @@
 """init=: start from the weights of a trained run or of a foreign checkpoint, with its encoding or another one."""
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,8 @@ class Parent:
 def inherit(cfg: TrainConfig, parent: Parent) -> None:
     """Copy the parent's model, data and attention settings into cfg, and record the parent in it.
 
-    pos and layers are copied too, unless the command line changes them. UserError for a setting that the parent fixes.
+    pos, layers and scaling are copied too, unless the command line changes them. UserError for a setting that the
+    parent fixes.
     """
     for key in parent.fixed:
         if fixed := [o for o in overrides() if re.match(rf"{re.escape(key)}[.=]", o)]:
@@ -52,15 +54,14 @@ def choose_encoding(cfg: TrainConfig, old: TrainConfig) -> None:
     """Set cfg.pos and cfg.layers to those of the parent, unless the command line changes them.
 
     pos=NAME replaces the encoding, pos.KNOB=VALUE a knob of the parent's, layers=NAME the layer schedule. A
-    change is recorded in cfg.pretrained. UserError for a change after which the weights
-    would be of no use.
+    change is recorded in cfg.pretrained; without one, the scaling is the parent's, too. UserError for a change after
+    which the weights would be of no use.
     """
     given = {o.partition("=")[0] for o in overrides()}
     if "pos" not in given:
         if cfg.pos["kind"] not in ("rope", old.pos["kind"]):  # the schedule replaces the default, rope
             raise UserError(f"layers={cfg.layers['name']}: its pos={cfg.pos['kind']} must be chosen as well with init=")
-        knobs = [key.removeprefix("pos.") for key in given if key.startswith("pos.")]
-        cfg.pos = old.pos | {knob: cfg.pos[knob] for knob in knobs}
+        cfg.pos = old.pos | given_knobs("pos", cfg.pos, given)
     if cfg.layers:
         cfg.layers = layer_schedule.resolve(cfg.layers, cfg.model.n_layers, cfg.ctx, cfg.pos)
     elif "layers" not in given:
@@ -75,6 +76,15 @@ def choose_encoding(cfg: TrainConfig, old: TrainConfig) -> None:
         kept = {frequencies for _, frequencies in now} <= {frequencies for _, frequencies in before}
         if not (kept if now else cfg.pos == old.pos):
             cfg.pretrained["ctx"] = cfg.ctx  # at which the new frequencies are trained
+            cfg.pretrained.pop("longest", None)
+    elif "scaling" not in given:
+        cfg.scaling = old.scaling | given_knobs("scaling", cfg.scaling, given)
+        cfg.plus = cfg.plus if "plus" in given else old.plus
+
+
+def given_knobs(group: str, knobs: dict, given: Collection[str]) -> dict:
+    """Those of a group's knobs that the command line sets."""
+    return {knob: knobs.get(knob) for knob in (x.removeprefix(f"{group}.") for x in given if x.startswith(f"{group}."))}
 
 
 def rotations(cfg: TrainConfig) -> set[tuple[int | None, tuple[float, ...]]]:
@@ -140,6 +150,5 @@ def describe(cfg: TrainConfig, factor: float) -> str:
 
 def describe_extension(cfg: TrainConfig, context: TrainedContext) -> str:
     """For the start of an evaluation: at which contexts this run was pre-trained and fine-tuned."""
-    this = f"at ctx {cfg.ctx} with scaling={method(cfg)}"
     now = f"scaling=none keeps it, and the window control sees {context.longest_trained_ctx} tokens"
-    return f"pre-trained {before(cfg)} ({cfg.pretrained['run']}), then trained {this}: {now}"
+    return f"pre-trained {before(cfg)}, then trained at ctx {cfg.ctx} with scaling={method(cfg)}: {now}"

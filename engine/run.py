@@ -158,5 +158,6 @@ def parent_run(cfg: TrainConfig) -> Parent:
     state = load_state("init", cfg.init, cfg.runs)
     old: TrainConfig = state["cfg"]
     pretrained = old.pretrained or {"ctx": old.ctx, "tokens": state["step"] * old.batch_tokens}
-    pretrained = {**pretrained, "run": cfg.init, "weights": checkpoint.digest(state["model"])}
+    longest = {"longest": max(old.ctx, old.pretrained.get("longest", 0))} if old.pretrained else {}
+    pretrained = {**pretrained, **longest, "run": cfg.init, "weights": checkpoint.digest(state["model"])}
     return Parent(old, state["model"], state["tokenizer"], state["corpus"], pretrained)

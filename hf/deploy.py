@@ -52,9 +52,10 @@ def deployment(run: Run, cfg: EvalConfig, scalings: list[dict], ctx: int) -> dic
     flags = {
         "yarn": f"--rope-scaling yarn --rope-scale {factor:g} --yarn-orig-ctx {L}",
         "pi": f"--rope-scaling linear --rope-scale {factor:g}",
-        "ntk": f"--rope-freq-base {rope.get('rope_theta', 0):.10g}",
+        "ntk": f"--rope-scaling none --rope-freq-base {rope.get('rope_theta', 0):.10g}",
     }
-    name = "" if run.cfg.layers else describe("scaling", {**scalings[0], "factor": "auto"})
+    fixed = run.cfg.layers or run.cfg.scaling["kind"] in ("llama3", "longrope")  # whose divisors a GGUF file keeps
+    name = "" if fixed else describe("scaling", {**scalings[0], "factor": "auto"})
     return {
         "transformers, in config.json instead of rope_scaling": json.dumps(keys)[1:-1],
         "vLLM": f"--max-model-len {ctx} --hf-overrides '{json.dumps(keys)}'",

@@ -40,7 +40,7 @@ def write_checkpoint(run: Run, out: Path) -> str:
     """
     assert isinstance(run.corpus, Corpus)  # our own runs have one
     cfg, encoding = run.cfg, run.corpus.encoding
-    end = encoding.eot_token
+    end, longest = encoding.eot_token, run.context.longest_trained_ctx
     # Without the rows that pad the vocabulary to a multiple of 64: generate() could draw one of these tokens
     state = {
         name: x[: encoding.n_vocab] if name.startswith(("tokens.", "head.")) else x
@@ -52,7 +52,7 @@ def write_checkpoint(run: Run, out: Path) -> str:
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end)
     config |= {**ends, "pad_token_id": None}  # its default is above our vocab_size in some families
     about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    about |= {"model_max_length": cfg.ctx, **dict.fromkeys(("bos_token", "eos_token"), encoding.decode([end]))}
+    about |= {"model_max_length": longest, **dict.fromkeys(("bos_token", "eos_token"), encoding.decode([end]))}
     json_files = {"config": config, "generation_config": ends, "tokenizer_config": about}
     files = {f"{name}.json": json.dumps(x, indent=1, ensure_ascii=False) for name, x in json_files.items()}
     files["README.md"] = model_card(run, out, model_type)
@@ -63,8 +63,7 @@ def write_checkpoint(run: Run, out: Path) -> str:
     if family.unfold is not None:
         family.unfold(cfg.model, state)
     # A copy of each: safetensors refuses tensors that share memory, as the parts of a fused one do
-    tensors = from_ours(family.table, cfg.model, state)
-    tensors = {name: x.float().contiguous().clone() for name, x in tensors.items()}
+    tensors = {k: x.float().contiguous().clone() for k, x in from_ours(family.table, cfg.model, state).items()}
     with file_errors(f"out={out}: cannot be written"):
         out.parent.mkdir(parents=True, exist_ok=True)
         with new_folder(out) as temporary:
@@ -90,15 +89,15 @@ def choose_family(run: Run, m: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
     UserError if there is none, which names a setting that the most similar family does not have.
     """
-    cfg, layers, lacking = run.cfg, layers_of(run.cfg), {}
+    cfg, layers, lacking, longest = run.cfg, layers_of(run.cfg), {}, run.context.longest_trained_ctx
     check(m.width % m.n_heads == 0, "model.width", m.width, f"a multiple of model.n_heads={m.n_heads} to be exported")
     for model_type, name in WRITTEN.items():
         family = FAMILIES[model_type]
         by_type = family.positions.sliding_base is not None
-        of_layers = layer_keys(layers, cfg.ctx, by_type)
+        of_layers = layer_keys(layers, longest, by_type)
         if not cfg.layers and layers[0].rope and not by_type:
             of_layers = {"rope_parameters": of_layers["rope_parameters"]}
-        keys = model_keys(m, family) | of_layers | {"vocab_size": vocab_size, "max_position_embeddings": cfg.ctx}
+        keys = model_keys(m, family) | of_layers | {"vocab_size": vocab_size, "max_position_embeddings": longest}
         config: dict[str, Any] = {"architectures": [f"{name}ForCausalLM"], "model_type": model_type, "dtype": "float32"}
         config |= {family.names.get(key, key): value for key, value in keys.items() if key in family.keys}
         lacking[model_type] = differences(run, m, layers, config)

@@ -102,15 +102,17 @@ def group_rows(evaluation: Evaluation, curves: dict[str, Curve], method: Method,
     difference with the interval over documents, None for a group without targets.
     """
     none, files = curves["none"].by_length(), {m.label: evaluation.curve_file(m) for m in (NONE, WINDOW, method)}
+
+    def losses_of(row: Row, windows: list[int]) -> np.ndarray:
+        # If a method, or the window, changes nothing at this length, only the losses without scaling are in a file
+        same = not losses_file(files[row.label], row).exists() and row.nll == none[row.n].nll
+        losses = target_losses(files["none" if same else row.label], row)
+        return losses[:, [row.scored_windows.index(w) for w in windows]]
+
     (bars,) = controls(curves.values()).values()  # of one run
     rows = []
     for row in (x for x in curves[method.label].rows if x.n > evaluation.run.context.longest_trained_ctx):
-        bar = bars[row.n]
-        picked = [bar.scored_windows.index(w) for w in row.scored_windows]
-        # If the method changes nothing at this length, only the losses without scaling are in a file
-        same = not losses_file(files[method.label], row).exists() and row.nll == none[row.n].nll
-        losses = target_losses(files["none" if same else method.label], row)
-        control = target_losses(files[bar.label], bar)[:, picked]
+        losses, control = (losses_of(x, row.scored_windows) for x in (row, bars[row.n]))
         for name, counts, (loss, reference) in groups.sums(row.scored_windows, losses, control):
             found: dict[str, Any] = {"run": row.run, "label": row.label, "n": row.n, "group": name}
             found |= {"targets": int(counts.sum()), "share": round(counts.sum() / losses.size, 4)}

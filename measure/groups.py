@@ -30,7 +30,7 @@ def group_names(configs: Configs) -> dict[str, str]:
     groups: dict[str, dict[int | str, str]] = defaultdict(dict)
     for run, cfg in sorted(configs.items(), key=lambda item: (item[1].seed, item[0])):
         key = repr(sorted((k, repr(v)) for k, v in flatten(asdict(cfg)).items() if k not in (*RUN_CONTROL, "seed")))
-        seed = cfg.pretrained["weights"] if cfg.init in configs else cfg.seed
+        seed = cfg.pretrained["weights"] if cfg.init and ":" not in cfg.init else cfg.seed
         groups[run if seed in groups[key] else key][seed] = run
     names: dict[str, str] = {}
     for first, *others in (of_seeds.values() for of_seeds in groups.values()):
@@ -75,7 +75,7 @@ def print_verdicts(curves: Sequence[Curve], names: Sequence[str], labels: Sequen
         else:
             text += f"{name} is {verdict(a, b, ns, L)}"
         print_wrapped(text)
-        for rows in (rows for rows in few if rows[0].run in configs):
+        for rows in (rows for rows in few if rows[0].run in configs and not configs[rows[0].run].init):
             print(f"  {missing_seeds(rows, configs)}")
 
 

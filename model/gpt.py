@@ -266,7 +266,7 @@ def build_encoding(cfg: TrainConfig) -> Encoding:
         check(not m.qk_norm, "model.qk_norm", m.qk_norm, "false with attention=linear")
         check(m.attention_softcap is None, "model.attention_softcap", m.attention_softcap, "null with attention=linear")
         check(m.attention_gate == "none", "model.attention_gate", m.attention_gate, "none with attention=linear")
-        if encoding.has_bias or encoding.sees_content:
+        if encoding.has_bias or encoding.sees_content or encoding.tempers:
             raise UserError(f"attention=linear: has no scores that pos={yaml_name('pos', cfg.pos)} could change")
     return encoding
 
@@ -289,8 +289,8 @@ def from_weights(cfg: TrainConfig, vocab_size: int, weights: dict[str, Tensor]) 
 
 def trained_context(cfg: TrainConfig, encoding: Encoding) -> TrainedContext:
     """The facts about a run that scaling methods use. For a fine-tuned run, L is the context of the pre-training."""
-    L = cfg.pretrained.get("ctx", cfg.ctx)
-    context = TrainedContext(yaml_name("pos", cfg.pos), L, encoding.inv_freq, cfg.attention, max(L, cfg.ctx))
+    L, longest = (cfg.pretrained.get(key, cfg.ctx) for key in ("ctx", "longest"))
+    context = TrainedContext(yaml_name("pos", cfg.pos), L, encoding.inv_freq, cfg.attention, max(L, longest, cfg.ctx))
     return encoding.with_types(context) if isinstance(encoding, ScheduledEncodings) else context
 
 

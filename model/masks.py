@@ -38,7 +38,7 @@ def sees(q: Tensor, k: Tensor, window: int | None, always_visible: int) -> Tenso
     """Whether query q sees key k, bool [Tq, Tk], for their indices [Tq, 1] and [Tk]."""
     if window is None:
         return k <= q
-    return (k <= q) & ((k > q - window) | (k < always_visible))
+    return (k <= q) & ((k > q - min(window, 2**30)) | (k < always_visible))
 
 
 @dataclass

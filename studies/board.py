@@ -36,7 +36,7 @@ SIZES = {"quick": Size(train=("exp=quick",), windows=16), "default": Size(window
 LENGTHS = (1, 2, 4, 8, 16)  # in trained contexts L
 REFERENCE = "rope"
 ALPHA = 0.01  # of the two-sided test: lower than elsewhere, because many encodings are tried
-COLUMNS = ("", "gain, 4 L", "gain, 8 L", "rise, 8 L", "effective context", "bits/byte, L", "tokens/s", "seeds")
+COLUMNS = ("", "gain, 4 L", "gain, 8 L", "rise, 8 L", "not worse up to", "bits/byte, L", "tokens/s", "seeds")
 COLUMNS += ("loss less rope's, 8 L", "p")
 ENOUGH = f"at least {FEWEST}: fewer decide nothing past L"
 

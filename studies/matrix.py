@@ -20,6 +20,7 @@ import torch
 
 from conf.errors import check, user_errors
 from conf.registry import choices
+from engine.files import locked
 from measure.curves import write_jsonl
 from studies.jobs import Stopped, run_job, stop, stopping
 from studies.plan import PLANS, Job, load_size, planned_jobs, select_jobs
@@ -43,8 +44,7 @@ def main() -> None:
     runs = args.runs or f"runs/matrix-{args.size}"
     out = Path(args.out or f"{runs}/{args.plan}.jsonl")
     jobs = select_jobs(planned_jobs(args.plan, size, args.seeds), args.only)
-    rows = [*read_rows(out).rows] if out.exists() else []
-    finished = {row.run for row in rows}
+    finished = {row.run for row in (read_rows(out).rows if out.exists() else ())}
     todo = [job for job in jobs if job.name not in finished]
     print(f"{len(jobs)} jobs, {len(todo)} to do")
 
@@ -55,13 +55,13 @@ def main() -> None:
     try:
         run = functools.partial(run_job, size=size, runs=runs, cache=args.cache, one=args.jobs == 1)
         for job, new_rows in finished_jobs(todo, run, args.jobs):
-            rows += new_rows
-            write_jsonl(out, rows)
+            with locked(out.parent, wait=True):  # another command may add rows to the same file
+                others = [row for row in (read_rows(out).rows if out.exists() else ()) if row.run != job.name]
+                write_jsonl(out, [*others, *new_rows])
             done += 1
             print(f"\n=== {job.name} is done: {done} of {len(todo)} ===")
     except (Stopped, KeyboardInterrupt) as e:
-        left_over = f"{len(todo) - done} left; run the same command again to resume"
-        print(f"stopped: {done} jobs done, {left_over}", file=sys.stderr)
+        print(f"stopped: {done} jobs done, {len(todo) - done} left; the same command resumes", file=sys.stderr)
         sys.exit(128 + e.args[0] if e.args else 1)
     print(f"\nrows: {out}   next: python -m studies.figures --rows {out.parent} --out {out.parent}")
 

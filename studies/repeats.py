@@ -45,7 +45,7 @@ def gains_by_category(rows: Rows, label: str, n: int) -> dict[str, np.ndarray]:
 
 
 def shares(corpus: HeldOut, L: int, n: int, longest: int, documents: int, **knobs: int) -> dict[str, float]:
-    """Category -> its share of the targets that an evaluation up to `longest` scores at length n."""
+    """Category -> its share of the targets that an evaluation up to `longest` with these knobs scores at length n."""
     task = tasks.build(yaml_values("task", "matched") | knobs, corpus, longest, documents)
     assert isinstance(task, Matched)
     groups = antecedent_groups(task, longest)

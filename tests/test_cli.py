@@ -114,7 +114,6 @@ REFUSED = {
         scaling=ntk_by_parts scaling.alpha=40 -> scaling.beta=32.0
         scaling=self_extend scaling.size=65 | scaling=self_extend scaling.group=0 | scaling=dual_chunk scaling.size=0
         scaling=self_extend scaling.size=64 run=x -> scaling=self_extend is not applicable: group=auto
-        scaling=yarn_scaled scaling.reference_ctx=0
         scaling=llama3 scaling.low_freq_factor=5 -> scaling.high_freq_factor=4.0 | scaling=ntk plus=pi run=x -> plus:
     """,
     "sample": "temperature=-1 -> temperature=-1.0 | temperature=1e-300 | tokens=0 | run=nobody",

@@ -5,6 +5,7 @@ import re
 
 import compare
 from conf.schema import TrainConfig
+from measure.curves import Curve, write_jsonl
 from measure.groups import group_names, missing_seeds, print_verdicts, verdict
 from studies.figures import curves_of
 from studies.rows import RESULTS, read_rows
@@ -39,6 +40,18 @@ def test_fine_tunings_of_one_run_are_no_further_seeds():
     parents = configs(rope=(), rope_s1=("seed=1",))
     tuned = [dataclasses.replace(parents["rope"], init="rope", pretrained={"weights": "a"}, seed=k) for k in (0, 1)]
     assert len({*group_names(parents | {"x": tuned[0], "y": tuned[1]}).values()}) == 3
+    assert len({*group_names({"x": tuned[0], "y": tuned[1]}).values()}) == 2  # also where that run is gone
+
+
+def test_a_run_in_training_is_no_seed_of_its_group(tmp_path, monkeypatch):
+    cfgs = configs(rope=(), rope_seed1=("seed=1",))
+    for run, step in (("rope", 1), ("rope-seed1", cfgs["rope"].steps)):
+        (tmp_path / run / "eval").mkdir(parents=True)
+        write_jsonl(tmp_path / run / "eval/none.jsonl", curve_of(run, "none", {64: 3.0}, step=step).rows)
+    monkeypatch.setattr(compare.checkpoint, "digest_of", lambda folder: curve_of("x", "none", {64: 3.0}).first.weights)
+    groups = {c.run: c.group for c in compare.read_curves(str(tmp_path), [], cfgs)}
+    assert groups == {"rope": "rope (in training)", "rope-seed1": "rope"}
+    assert {c.group for c in compare.read_curves(str(tmp_path), ["rope-seed1"], cfgs)} == {"rope-seed1"}
 
 
 def test_the_missing_seeds_are_named_with_the_command_that_trains_them():
@@ -93,13 +106,20 @@ def test_what_is_left_out_has_its_true_reason(capsys):
     here = curve_of("rope", "none", {64: 3.0})
     away = [curve_of(run, "none", {64: 3.0}, texts="x", ctx=4096) for run in ("other", "books", "far")]
     away.append(curve_of("rope", "none", {64: 3.0}, texts="x", task="recall key=1"))
+    away.append(curve_of("few", "none", {64: 3.0}, texts="x", scored_windows=[0, 1]))
     compare.print_left_out([here, *away], here.first, cfgs)
     assert capsys.readouterr().out.splitlines()[2:] == [
         "  books: corpus books, not sympy: python compare.py books",
         "  far: ctx 4096, not 2048: python eval.py run=far ctx=2048 documents=32",
+        "  few: task.windows 2, not 1: python eval.py run=few ctx=2048 documents=32 task.windows=1",
         "  other: vocabulary bpe 300, not bpe 512: python compare.py other",
         "  rope: task recall key=1, not matched: python compare.py rope --task recall",
     ]
+
+
+def test_of_two_measurements_that_of_more_targets_is_shown():
+    rows = [curve_of("rope", "none", {64: 3.0}, texts=texts, tokens=n).first for texts, n in (("z", 9), ("y", 10))]
+    assert all(compare.most_shared_texts([Curve(x)]) == "y" for x in (rows, rows[::-1]))
 
 
 # ---- the command ----

@@ -64,7 +64,7 @@ def test_drope_keeps_all_weights_and_drops_the_rotation(changed, capsys):
         parent.model.pos.inv_freq = torch.zeros_like(parent.model.pos.inv_freq)
         assert torch.allclose(parent.model(tokens), logits, atol=1e-5)
     run_eval("run=drope", "ctx=128", "documents=3")
-    assert "pre-trained with pos=rope (rope), then trained at ctx 64" in capsys.readouterr().out
+    assert "pre-trained with pos=rope, then trained at ctx 64" in capsys.readouterr().out
 
 
 def test_a_larger_base_in_continued_training(changed):
@@ -75,8 +75,12 @@ def test_a_larger_base_in_continued_training(changed):
     assert (run.context.train_ctx, run.context.longest_trained_ctx) == (128, 128)
     assert run.change([{"kind": "pi", "factor": "auto"}], 256, 256).factor == 2
     # A run that continues this one as it is keeps this context
-    run, out = changed("init=abf", "ctx=256", "scaling=pi")
+    run, out = changed("init=abf", "ctx=256", "scaling=pi", name="longer")
     assert "scaling=pi (factor 2)" in out and "encoding" not in run.cfg.pretrained
+    run, _ = changed("init=longer", "ctx=128")  # which has seen 256 tokens, too, and keeps its scaling
+    assert (run.context.train_ctx, run.context.longest_trained_ctx, run.cfg.scaling["kind"]) == (128, 256, "pi")
+    assert changed("init=longer", "ctx=128", "++scaling.factor=3")[0].cfg.scaling == {"kind": "pi", "factor": 3}
+    assert changed("init=longer", "ctx=128", "scaling=none")[0].cfg.scaling["kind"] == "none"
     # One at the parent's base keeps that of the parent, also where another encoding has the same frequencies
     for pos, ctx in (([], 64), (["pos=ssmax"], 64), (["pos=rope_resonance"], 128)):
         assert changed("init=rope", *pos, "ctx=128")[0].context.train_ctx == ctx
@@ -138,6 +142,8 @@ def test_parameters_of_an_encoding_are_dropped_kept_or_new(changed, overrides, k
         (["init=rope", "pos=rope_interleaved"], r"pos=rope_interleaved does not fit the weights of rope: other dim"),
         (["init=olmo3", "++layers.L.base=500"], r"layers\.pattern=: must be made of the letters of layers=NAME: L"),
         (["init=t5", "pos.base=500000"], r"pos: got an unexpected keyword argument 'base'; there are buckets"),
+        (["init=rope", "~pos.base"], r"pos\.base"),
+        (["init=rope", "++pos.a.b=1"], r"pos: got an unexpected keyword argument 'a\.b'"),
         (["init=rope", "model.width=32"], r"init=rope: model\.width=32 cannot be chosen, it comes from that run"),
         (["init=rope", "pos=none", "scaling=yarn"], r"scaling=yarn is not applicable: .*pos=none has none"),
         (["init=rope", "layers=gpt_oss"], r"layers=gpt_oss: its pos=sink_logits must be chosen"),

@@ -82,6 +82,7 @@ def test_matched_targets_are_the_same_at_every_length_and_scored_one_time():
 def test_sliding_windows_score_every_token_one_time_with_the_context_they_promise(n, stride):
     task, step = Sliding(TWO, 32, 2, stride), min(stride, n)
     assert torch.allclose(scored(task, n), TEXT[:, 1:] / 100)  # in order, each one time
+    assert Sliding(TWO, 16, 2, stride).texts() != task.texts()  # other tokens of the same documents
     first, *others = task.pieces(n)
     assert 0 < first.tokens.shape[1] <= n and first.tokens.shape == first.targets.shape
     for piece in others:

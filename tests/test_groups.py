@@ -1,5 +1,6 @@
 """Gains by groups of targets: near-copies and antecedents against plain loops, and what eval.py writes."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -189,3 +190,14 @@ def test_groups_are_printed_and_written(tmp_path, capsys):
     assert "gain of pi over the better control by antecedent, nats/token [95 %]" in capsys.readouterr().out
     assert {row["n"] for row in rows} == {128, 256} and {row["run"] for row in rows} == {"stub"}
     assert sum(row["targets"] for row in rows) == 2 * 3 * 2 * 64
+
+
+def test_a_window_that_changes_nothing_has_the_losses_without_scaling(tmp_path):
+    pi, asked = Method("pi", [yaml_values("scaling", "pi")]), (*SETTINGS, "by_antecedent=true")
+    found = stub_evaluation(Uneven(), held_out(TEXTS), tmp_path, *asked)
+    curves = curves_of(found, pi)
+    curves["window"] = Curve([dataclasses.replace(row, label="window") for row in curves["none"].rows])
+    for path in found.curve_file(WINDOW).parent.glob("losses/window*"):
+        path.unlink()
+    rows = group_rows(found, curves, pi, antecedent_groups(found.task, found.ctx))
+    assert {row["gain"] for row in rows} == {0.0}  # Uneven does not change with PI

@@ -203,11 +203,11 @@ EXPORTED = {
 }
 
 
-def a_run(here, *overrides: str) -> tuple[TrainConfig, gpt.GPT, corpora.Corpus]:
-    """runs/x with random weights at ctx 64, or 256 where a scaling is named."""
+def a_run(here, *overrides: str, ctx: int | None = None) -> tuple[TrainConfig, gpt.GPT, corpora.Corpus]:
+    """runs/x with random weights at ctx 64. With a scaling, or a ctx: as fine-tuned at 256, or at that."""
     cfg = train_settings("exp=smoke", "name=x", *overrides)
-    if cfg.scaling["kind"] != "none":
-        cfg.init, cfg.ctx = "parent", 256
+    if ctx or cfg.scaling["kind"] != "none":
+        cfg.init, cfg.ctx = "parent", ctx or 256
         cfg.pretrained = {"ctx": 64, "tokens": 1, "run": "parent", "weights": "0"}
     corpus = corpora.prepare(cfg.data, ".cache")
     model = reading.biases(gpt.build(cfg, corpus.vocab_size))
@@ -244,6 +244,12 @@ def test_exported_logits_equal_transformers(settings, here, monkeypatch):
     with torch.inference_mode():
         logits = again(x, change=gpt.trained_scaling(back, gpt.trained_context(back, again.pos), 256))
     assert (logits - a).abs().max() <= 1e-4 * b.abs().max()
+
+
+def test_the_longest_trained_context_is_exported(here, monkeypatch):
+    a_run(here, ctx=32)
+    run_export(monkeypatch, "run=x", "out=there")
+    assert reading.read(Path("there"), 128, None)[0].ctx == 64
 
 
 def test_the_model_card_has_valid_front_matter_and_a_command_that_reads_the_folder(here, monkeypatch):

@@ -162,8 +162,8 @@ def test_what_software_is_told(tmp_path):
     """Its flags, or why there are none: qwen2 would scale the layers with windows, too, and no software has ReRoPE."""
     from tests import hf_models as hf
 
-    def told(family: str) -> dict[str, dict[str, str]]:
-        hf.save_random(family, {}, tmp_path)
+    def told(family: str, rope_type: str = "default") -> dict[str, dict[str, str]]:
+        hf.save_random(family, hf.rope_types(4)[rope_type], tmp_path)
         run, cfg = opened(tmp_path)[0], eval_settings(f"run='hf:{tmp_path}'")
         return {m.label: deployment(run, cfg, m.scalings, 96) for m in recommendation.candidates(run, 96, NONE)}
 
@@ -172,8 +172,10 @@ def test_what_software_is_told(tmp_path):
     assert "scaling=rerope" in str(of["ReRoPE, log-n"])
     assert of["YaRN"]["llama.cpp"] == "--rope-scaling yarn --rope-scale 3 --yarn-orig-ctx 32 -c 96"
     assert of["PI"]["llama.cpp"] == "--rope-scaling linear --rope-scale 3 -c 96"
-    bases = [float(x["NTK"]["llama.cpp"].split()[1]) for x in (of, told("mistral3, mistral"))]  # of text_config
+    bases = [float(x["NTK"]["llama.cpp"].split()[3]) for x in (of, told("mistral3, mistral"))]  # of text_config
     assert bases == pytest.approx([10_000 * 3 ** (8 / 6)] * 2) and "no flag" in of["Llama 3's ramp"]["llama.cpp"]
+    assert of["NTK"]["llama.cpp"].startswith("--rope-scaling none ")  # also of a file that has one
+    assert "no flag" in told("llama", "llama3")["NTK"]["llama.cpp"]
     vllm, _, overrides = of["YaRN"]["vLLM"].partition(" --hf-overrides ")
     assert vllm == "--max-model-len 96" and json.loads(overrides.strip("'"))["rope_parameters"]["rope_type"] == "yarn"
 
@@ -194,6 +196,12 @@ def test_a_run_of_ours_is_answered_in_80_columns_and_nothing_is_written(runs, mo
     code, out, _ = run_command(recommend.main, argv, monkeypatch)
     assert code == 0 and max(map(len, out.splitlines())) <= 80 and sorted(runs.rglob("*")) == before
     assert all(word in out for word in ("L = 64", "truncation to 64", "dual_chunk", "hardly better than guessing"))
+
+
+def test_a_ctx_too_short_for_copying_is_answered(runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    code, out, _ = run_command(recommend.main, ["run=x", "ctx=100", "documents=3"], monkeypatch)
+    assert code == 0 and "Copying from further than L back was not tried" in out
 
 
 @pytest.mark.parametrize(

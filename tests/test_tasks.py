@@ -123,6 +123,11 @@ def test_a_tokenizer_without_letters_is_one_line_or_no_obstacle(name):
         assert re.search(f"task={name}.*letters that are one token each.*data.tokenizer=bpe", str(error))
 
 
+def test_copying_begins_where_its_nearest_distance_fits():
+    task = built("copying", nearest=200)
+    assert task.minimum == 400 and task.distances(400) == [200, 350]
+
+
 def test_wrong_knobs_and_lines_without_a_token_for_each_part_are_refused():
     for knobs, right in (({"threshold": 0.0}, "above 0 and at most 1"), ({"queries": 9}, "from 1 to 8")):
         assert f"must be {right}" in line_of(lambda knobs=knobs: built("recall", **knobs))

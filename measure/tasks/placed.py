@@ -35,7 +35,7 @@ class PlacedAnswer(Task):
         """documents: the number of texts for each distance. threshold: the accuracy that counts as solved."""
         check(0 < threshold <= 1, "task.threshold", threshold, "above 0 and at most 1")
         self.corpus, self.threshold = corpus, threshold
-        self.shortest = self.minimum = max(128, 4 * self.given)
+        self.shortest = self.minimum = max(128, 4 * self.given, 2 * self.nearest)
         self.names = [f"example {i}" for i in range(documents)]
         self.documents = long_documents(corpus, ctx, len(corpus.held_out))  # shorter ones would have to be repeated
         texts = [corpus.decode(d.tokens.tolist()) for d in self.documents]

@@ -11,7 +11,7 @@ class Sliding(Task):
         check(stride >= 1, "task.stride", stride, "at least 1")
         self.stride, self.label = stride, f"sliding stride={stride}"
         cuts = long_documents(corpus, ctx, documents)
-        self.names = [d.name for d in cuts]
+        self.names = [f"{d.name}, its last {ctx} tokens" for d in cuts]
         self.text = stacked([d.tokens[-ctx - 1 :] for d in cuts])
 
     def pieces(self, n: int) -> list[Piece]:

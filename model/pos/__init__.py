@@ -44,6 +44,8 @@ class Encoding(nn.Module):
 
     # Whether a shift of all positions leaves the logits unchanged. A test checks this for every encoding.
     relative: bool = True
+    # Whether `rotate` also multiplies queries by a temperature, for the scores of softmax.
+    tempers: bool = False
     # The number of positions that the encoding has, 0 .. max_positions - 1, where it keeps a table of them: the model
     # can neither be trained nor evaluated at a longer context. None: any position can be computed.
     max_positions: int | None = None

@@ -15,7 +15,7 @@ from model.scaling import ContextChange
 class TemperedNone(Encoding):
     """Knobs: amount, 0.1 in Llama 4; every, tokens, 8192 in Llama 4."""
 
-    relative = False
+    relative, tempers = False, True
 
     def __init__(self, shape: Shape, amount: float, every: int):
         super().__init__(shape)

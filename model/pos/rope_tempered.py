@@ -15,7 +15,7 @@ from model.pos.rope import Rope, Tables
 class TemperedRope(Rope):
     """Knobs: base, interleaved; amount, 0.1 in Ministral 3; every, tokens, 16384 in Ministral 3."""
 
-    relative = False
+    relative, tempers = False, True
 
     def __init__(self, shape: Shape, base: float, interleaved: bool, amount: float, every: int):
         super().__init__(shape, base, interleaved)

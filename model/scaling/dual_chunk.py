@@ -13,8 +13,6 @@ and sin by 0.05 ln(n / L) + 1 in texts of n > L tokens; here, as in the paper, t
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from conf.errors import check
 from model.regions import PositionMap, Region
 from model.scaling import ContextChange, TrainedContext
@@ -30,12 +28,8 @@ class Chunks(PositionMap):
 
     def regions(self) -> list[Region]:
         s, c = self.near, self.c
-
-        def succeeding(m: Tensor) -> Tensor:
-            return (m % s + s).clamp(max=c)
-
         return [
-            Region(lambda m: m // s * s, succeeding, lambda n: n % s),
+            Region(lambda m: m // s * s, lambda m: (m % s + s).clamp(max=c), lambda n: n % s),
             Region(lambda m: m // s * s - s, lambda m: m * 0 + min(c, 2 * s - 1), lambda n: n % s),
         ]
 
