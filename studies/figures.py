@@ -194,12 +194,12 @@ def reach(rows: Rows) -> Any:
         ax.plot(means, list(losses), marker, color=color, markersize=10 if marker == "|" else 5, label=name)
         ax.hlines(list(losses), low, high, color=color, linewidth=2, alpha=0.5)
     names = [run + (f", {own[run]}" if run in own else "") for run in runs]
-    counts = [len(rows.losses(run, "none", L)) for run in runs]
-    ax.set_yticks(range(len(runs)), [f"{name} ({n})" for name, n in zip(names, counts, strict=True)], fontsize=8)
+    counts = [[len(rows.losses(run, of, 8 * L)) for of in dict.fromkeys(("none", best[run]))] for run in runs]
+    ax.set_yticks(range(len(runs)), [f"{name} {n}" for name, n in zip(names, counts, strict=True)], fontsize=8)
     ax.set(xscale="log", ylim=(len(runs) - 0.5, -0.5), xlabel=PERPLEXITY)
     round_numbers(ax.xaxis)
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)
-    ax.set_title("Encodings and layer schedules past the trained context\n(number of trainings; lines: their range)")
+    ax.set_title("Encodings and layer schedules past L\n[trainings without, with the method], lines: their range")
     return fig
 
 
