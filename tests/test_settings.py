@@ -66,7 +66,7 @@ def usual(draw: st.DrawFn) -> tuple[str, list[str]]:
     likely |= {key: value for key, value in own_keys(schema).items() if isinstance(value, bool | int | float)}
     likely = {key: value for key, value in likely.items() if not any(a.startswith(f"{key}=") for a in short)}
     arguments = [f"{group}={name}"]
-    for key in draw(st.lists(st.sampled_from(sorted(likely)), unique=True, max_size=2)):
+    for key in draw(st.lists(st.sampled_from(sorted(likely)), unique=True, max_size=2)) if likely else ():
         number = isinstance(value := likely[key], int | float) and not isinstance(value, bool)
         values = [not value] if isinstance(value, bool) else [2 * value, value // 2] if number else ["null"]
         arguments.append(f"{key}={draw(st.sampled_from([value, *values]))}")
