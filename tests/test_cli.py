@@ -78,6 +78,7 @@ REFUSED = {
         model.qk_norm_all_heads=true -> model.qk_norm=False
         model.norm_bias=false -> model.norm_bias=False | model.head_bias=true -> model.head_bias=True
         attention=linear model.qk_norm=true -> model.qk_norm=True | pos=alibi attention=linear
+        attention=linear pos=rope_tempered -> attention=linear
         attention=linear model.attention_softcap=9 -> model.attention_softcap=9.0 | model.logit_softcap=0
         attention=linear model.attention_gate=head
         pos=rope_tempered pos.amount=-1 | pos=rope_tempered pos.every=0

@@ -14,13 +14,14 @@ from conf import layer_schedule
 from conf.errors import UserError
 from conf.registry import yaml_values
 from engine import checkpoint
+from measure.curves import write_jsonl
 from model import gpt
 from model.scaling import NO_CHANGE, resolve
 from studies import gain_parts, matrix, plan
 from studies.jobs import gather
 from studies.plan import Job
 from studies.rows import RESULTS, StudyRow, read_rows
-from tests.helpers import ROOT, choices, command, eval_settings, opened, run_eval, run_train, train_settings
+from tests.helpers import ROOT, choices, command, eval_settings, opened, run_eval, run_train, study_row, train_settings
 
 pytestmark = pytest.mark.process
 
@@ -90,6 +91,18 @@ def test_rows_are_those_of_the_evaluation_with_the_columns_of_the_study(here):
     }
     for group, (nats, counts) in row.groups.items():
         assert sum(nats) / sum(counts) == pytest.approx(published[group]["loss"], abs=1e-4)
+
+
+def test_rows_that_another_command_adds_are_kept(tmp_path, monkeypatch):
+    def jobs(todo, run, at_a_time):
+        write_jsonl(tmp_path / "rows.jsonl", [study_row("rope", "none", 64, 0, [1.0])])
+        yield todo[0], [study_row("alibi", "none", 64, 0, [2.0])]
+
+    monkeypatch.setattr(matrix, "finished_jobs", jobs)
+    argv = "matrix smoke --plan encodings --only alibi-s0 --out".split()
+    monkeypatch.setattr(sys, "argv", [*argv, str(tmp_path / "rows.jsonl")])
+    matrix.main()
+    assert [row.run for row in read_rows(tmp_path / "rows.jsonl").rows] == ["rope-s0", "alibi-s0"]
 
 
 def test_a_small_matrix_runs_and_skips_what_is_done(here, monkeypatch, capsys):
