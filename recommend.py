@@ -72,7 +72,7 @@ def recommend(cfg: RecommendConfig) -> None:
         chosen, line = recommendation.recall_sentence(hits, L)
         lines.append(line)
     elif not chosen:
-        lines.append("Copying from further than L back was not tried: no time was left, or ctx is too short or close to L.")
+        lines.append("Copying from further than L back was not tried: no time was left, or ctx is short or close to L.")
     if loss > 0.85 * texts.task.guess:
         lines.append(f"Doubtful: {loss:.2f} nats/token is hardly better than guessing, {texts.task.guess:.2f}.")
     for line in ("", *lines):
