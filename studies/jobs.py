@@ -93,9 +93,8 @@ def run_job(job: Job, size: Size, runs: str, cache: str, one: bool = True) -> li
         run_script(["train.py", *job.train, f"name={job.name}", *folders], prefix)
     opened = (f"run={job.model or job.name}", *folders, *targets(job, size))
     for evaluation in job.evaluations:
-        lengths = f"ctx=[{','.join(map(str, evaluation.lengths))}]"
-        methods = f"scaling={','.join(evaluation.methods)}"
-        run_script(["eval.py", "-m", *opened, lengths, methods, *evaluation.settings], prefix)
+        asked = f"ctx=[{','.join(map(str, evaluation.lengths))}]", f"scaling={','.join(evaluation.methods)}"
+        run_script(["eval.py", "-m", *opened, *asked, *evaluation.settings], prefix)
     cfg = checked("eval", compose("eval", *opened, f"ctx={job.longest}"))
     return gather(job, open_run(cfg, torch.device("cpu")), cfg)
 

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -88,23 +88,24 @@ def finished_jobs(
     A job that starts from the run of another one (init=NAME) waits for it. The first exception of a job is raised after
     the jobs that have begun have ended; no other is begun.
     """
-    futures: dict[str, Future[list[StudyRow]]] = {}
+    futures: dict[str, Future[tuple[Job, list[StudyRow]]]] = {}
     stopping.clear()
 
-    def after_its_parent(job: Job) -> list[StudyRow]:
+    def after_its_parent(job: Job) -> tuple[Job, list[StudyRow]]:
         parent = next((x.removeprefix("init=") for x in job.train if x.startswith("init=")), None)
         if parent in futures:  # which comes first in the queue, so it has begun
             futures[parent].result()
         print(f"\n=== {job.name} ===", flush=True)
-        return run(job)
+        return job, run(job)
 
     with ThreadPoolExecutor(jobs) as pool:
         try:
             for job in todo:
                 futures[job.name] = pool.submit(after_its_parent, job)
-            by_future = {futures[job.name]: job for job in todo}
-            for future in as_completed(by_future):
-                yield by_future[future], future.result()
+            pending = {*futures.values()}
+            while pending:  # with a timeout: a signal that comes just before a wait is handled when the wait ends
+                ended, pending = wait(pending, timeout=1, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in ended)
         except (KeyboardInterrupt, GeneratorExit):  # only the main thread gets it, and the jobs run in others
             stop()
             raise

@@ -1,7 +1,9 @@
 """The study: its plan, its rows and its resuming. Claims and tables are in test_claims.py."""
 
 import json
+import queue
 import re
+import signal
 import sys
 import threading
 from dataclasses import fields, replace
@@ -18,7 +20,7 @@ from measure.curves import write_jsonl
 from model import gpt
 from model.scaling import NO_CHANGE, resolve
 from studies import gain_parts, matrix, plan
-from studies.jobs import gather
+from studies.jobs import gather, stopping
 from studies.plan import Job
 from studies.rows import RESULTS, StudyRow, read_rows
 from tests.helpers import ROOT, choices, command, eval_settings, opened, run_eval, run_train, study_row, train_settings
@@ -218,6 +220,24 @@ def test_several_jobs_at_a_time_wait_for_the_runs_that_they_start_from():
     with pytest.raises(UserError, match="bad"):
         list(matrix.finished_jobs([job("bad"), job("after", "init=bad"), job("last", "init=bad")], run, 1))
     assert order == ["bad begins"]
+
+
+def test_a_signal_that_does_not_wake_the_main_thread_stops_a_study():
+    """One that comes just before it begins to wait, or that the system gives to another thread."""
+    stopped: queue.Queue[bool] = queue.Queue()
+
+    def run(job: Job) -> list:
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        stopped.put(stopping.wait(timeout=20))
+        return []
+
+    before = signal.signal(signal.SIGUSR1, matrix.interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(matrix.finished_jobs([Job("encodings", "a", 0, (), ())], run, 1))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert stopped.get(timeout=30)
 
 
 def test_the_pages_quote_intervals_of_generated_pages_and_of_the_log():
