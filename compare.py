@@ -117,8 +117,8 @@ def print_left_out(curves: Sequence[Curve], here: Row, configs: Configs) -> None
     """
     wanted, lines = facts(here, configs), set()
     shown = {(c.run, c.label) for c in curves if any(row.texts == here.texts for row in c.rows)}
-    others = ((c, next((row for row in c.rows if row.texts != here.texts), here)) for c in curves)
-    for c, row in ((c, row) for c, row in others if row is not here):
+    others = ((c, [row for row in c.rows if row.texts != here.texts]) for c in curves)
+    for c, row in ((c, rows[0]) for c, rows in others if rows):
         found, name = facts(row, configs), c.group.partition(" (in")[0]
         differs = next(key for key in found if found[key] != wanted.get(key))
         command = f"python compare.py {name}" + f" --task {row.task.split()[0]}" * (differs == "task")

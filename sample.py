@@ -11,7 +11,6 @@ import time
 
 from conf.cli import command
 from conf.schema import SampleConfig
-from data.corpus import Corpus
 from engine import device as devices
 from engine.generate import generate
 from engine.run import Run, check_fits
@@ -27,7 +26,6 @@ def sample(cfg: SampleConfig) -> None:
     # ---- the run, and the prompt in its tokens ----
     device = devices.start(cfg.device, cfg.kernel, many_lengths=True)
     run = Run.open(cfg, device)
-    assert isinstance(run.corpus, Corpus)  # our own runs have one
     encoding = run.corpus.encoding
     start = encoding.encode_ordinary(cfg.prompt)
     longest = max(1, len(start)) + cfg.tokens

@@ -108,7 +108,7 @@ def checked(config: str, cfg: DictConfig) -> Any:
     settings = from_hydra(cfg, SCHEMAS[config])
     if config == "train":
         settings.name = settings.name or default_name(settings)
-        settings.typed = [*map(str, HydraConfig.get().overrides.task)]
+        settings.typed = OmegaConf.to_container(HydraConfig.get().overrides.task)
     return settings
 
 

@@ -40,16 +40,16 @@ def file_errors(path: Any) -> Generator[None]:
         raise UserError(f"{path}: {e.strerror or e}") from None
 
 
-def user_errors(main: Callable) -> Callable:
+def user_errors(main: Callable[[], Any]) -> Callable[[], Any]:
     """Decorate the main function of any command: a UserError becomes one line and exit code 1, Ctrl-C exit code 130."""
 
     @functools.wraps(main)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped() -> Any:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # a ? for what its encoding lacks, as that of Windows does
         try:
-            return main(*args, **kwargs)
+            return main()
         except UserError as e:
             report(str(e))
             sys.exit(1)

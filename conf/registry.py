@@ -71,13 +71,12 @@ def _differences(knobs: dict[str, Any], values: dict[str, Any]) -> dict[str, Any
 # ---- code: the file that `kind` names ----
 
 
-def load_kind(package: str, kind: Any, attribute: str, group: str | None = None) -> Any:
+def load_kind(package: str, kind: Any, attribute: str, group: str) -> Any:
     """The attribute of this name (`scale`, `build`, `documents` ...) in the module PACKAGE.KIND.
 
-    group: the config group that a message names, if it is not the last part of the package's name. UserError if the
-    module does not exist or has no such attribute; an ImportError inside the module is a bug and is raised as it is.
+    group: the config group that a message names. UserError if the module does not exist or has no such attribute; an
+    ImportError inside the module is a bug and is raised as it is.
     """
-    group = group or package.rpartition(".")[2]
     name = f"{package}.{kind}"
     if str(kind).isidentifier() and importlib.util.find_spec(name):
         module = importlib.import_module(name)

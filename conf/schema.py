@@ -51,7 +51,6 @@ SIZE = between(1, 2**24)  # far above any model's, and products of two fit 64 bi
 FOLDER = Rule(bool, "the path of a folder")
 CHOSEN = Rule(lambda x: isinstance(x.get("kind"), str), "chosen: a name, not removed")
 NAME = Rule(lambda x: re.fullmatch(r"[\w-][\w.-]{,199}", x, re.A), "at most 200 letters, digits, . _ -")
-SHARE = Rule(lambda x: 0 <= x <= 1, "between 0 and 1")
 MOMENTUM = Rule(lambda x: 0 <= x < 1, "at least 0 and less than 1")
 TEMPERATURE = Rule(lambda x: x == 0 or x >= 0.001, "0 or at least 0.001")  # logits are divided by it, in float32
 GATE = one_of("none", "head", "element")
@@ -61,7 +60,7 @@ LENGTHS = Rule(
     lambda x: x != [] and all(has_type(n, int) and n >= 1 for n in (x if isinstance(x, list) else [x])),
     "a whole number of at least 1, or a list of them: ctx=8192 or ctx=[256,1024]",
 )
-KEYS = Rule(lambda x: all(x), "a list of keys: [KEY,OBJECT.KEY]")
+KEYS = Rule(all, "a list of keys: [KEY,OBJECT.KEY]")
 DATA_RULES = {  # of the keys that every corpus has
     "tokenizer": Rule(lambda x: re.fullmatch(r"bpe|bytes|gpt2|.+\.json", str(x)), "bpe, bytes, gpt2 or PATH.json"),
     "vocab_size": Rule(lambda x: has_type(x, int) and 257 <= x <= 2**18, "a whole number from 257 to 262144"),
@@ -85,7 +84,7 @@ def check_rules(settings: Any, prefix: str = "") -> None:
         name, value, rule = prefix + f.name, getattr(settings, f.name), f.metadata.get("rule")
         if is_dataclass(value):
             check_rules(value, f"{name}.")
-        check(isinstance(value, dict | list) or value != MISSING, name, value, "given a value")
+        check(value != MISSING, name, value, "given a value")
         if rule and value is not None:
             check(rule.holds(value), name, value, rule.text)
 
@@ -142,7 +141,7 @@ class OptimConfig:
     momentum: float = setting(0.95, "of Muon", MOMENTUM)
     ns_steps: int = setting(5, "of Muon's Newton-Schulz iteration", between(1, 99))
     warmup: int = setting(MISSING, "steps of linear warm-up", at_least(0))
-    final_lr: float = setting(0.0, "at the last step, as a share of lr", SHARE)
+    final_lr: float = setting(0.0, "at the last step, as a share of lr", between(0, 1))
     beta1: float = setting(0.9, "of the mean of the gradient", MOMENTUM)
     beta2: float = setting(0.95, "of the mean of its square", MOMENTUM)
     weight_decay: float = setting(0.1, "of the matrices of the blocks", at_least(0))
@@ -190,7 +189,8 @@ class TrainConfig(CommonConfig):
     init: str | None = setting(None, "start from runs/NAME, hf:FOLDER, gguf:FILE or pretrained:smollm2: docs/layers.md")
     ignore_keys: list[str] = setting([], IGNORED, KEYS)
     # Set by train.py for a run with init=: name and digest of the parent run (run, weights), the context and number of
-    # tokens of the pre-training (ctx, tokens); if the parent was fine-tuned, its longest context since then (longest)
+    # tokens of the pre-training (ctx, tokens); if the parent was fine-tuned, its longest context since then
+    # (longest); if it had another encoding or schedule, which (encoding)
     pretrained: dict[str, Any] = field(default_factory=dict)
     # Set by train.py: the settings on its command line, for the command that trains further seeds
     typed: list[str] = field(default_factory=lambda: ["..."])
@@ -220,7 +220,7 @@ class TrainConfig(CommonConfig):
         check(not self.ignore_keys or ":" in (self.init or ""), "ignore_keys", self.ignore_keys, FOREIGN_ONLY)
         if self.positions != "ordered":
             self.longest = self.longest or 8 * self.ctx
-            check(self.longest >= self.ctx, "longest", self.longest, f"at least ctx={self.ctx}")
+            check(self.ctx <= self.longest <= 2**24, "longest", self.longest, f"from ctx={self.ctx} to {2**24}")
         m = self.model
         ok = m.width % m.n_heads == 0 or m.head_dim is not None
         check(ok, "model.width", m.width, f"a multiple of model.n_heads={m.n_heads}")

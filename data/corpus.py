@@ -36,12 +36,11 @@ DOCUMENTS_AT_ONCE = 1024  # tokenised together: in Python's lists tokens take 10
 
 @dataclass(frozen=True)
 class Corpus(HeldOut):
-    """A prepared corpus: in addition to the held-out documents the tokenizer and the training stream.
+    """A prepared corpus: in addition to the held-out documents the training stream.
 
     train: an integer array [N], all training documents one after another with END after each.
     """
 
-    encoding: tokenizer.AnyTokenizer
     train: np.ndarray  # memory-mapped
 
 
@@ -93,7 +92,7 @@ def open_prepared(folder: Path, key: str, encoding: tokenizer.AnyTokenizer) -> C
     ends = np.cumsum(lengths)[:-1]
     held_out = [Document(*x) for x in zip(names, np.split(val, ends), np.split(copied, ends), strict=True)]
     sizes = tokenizer.token_bytes(encoding)
-    return Corpus(key, len(sizes), held_out, sizes, encoding.encode_ordinary, encoding.decode, encoding, train)
+    return Corpus(key, len(sizes), held_out, sizes, encoding, train)
 
 
 # ---- preparing ----
@@ -176,7 +175,7 @@ def _write(folder: Path, cfg: dict, documents: list[tuple[str, str]], given: Che
 def check_tokenizer(encoding: CheckpointTokenizer, setting: str, held_out: list[tuple[str, str]]) -> None:
     """UserError if a tokenizer.json does not fit these (name, text) pairs. setting: data.tokenizer."""
     ensure(encoding.eot_token >= 0, f"the tokenizer has none of {', '.join(NAMES_OF_END)} to end a document with")
-    sizes = encoding.token_bytes()
+    sizes = tokenizer.token_bytes(encoding)
     for name, text in held_out:
         ids = encoding.encode_ordinary(text)
         right = f"a tokenizer that decodes to the text it has encoded, as byte-level ones do: {name} comes back changed"

@@ -5,7 +5,6 @@ Their loss tells how well the model remembers its training text, so evaluation s
 (measure/tasks/matched.py).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from conf.errors import ensure
+from data.tokenizer import AnyTokenizer
 
 NGRAM = 8
 CHUNK = 2**24  # tokens of the training stream that are compared at a time
@@ -35,8 +35,7 @@ class HeldOut:
     vocab_size: int
     held_out: list[Document]  # longest first
     token_bytes: np.ndarray  # int64 [V]: the length in bytes of each token's text
-    encode: Callable[[str], list[int]]  # text -> tokens, and back
-    decode: Callable[[list[int]], str]
+    encoding: AnyTokenizer
 
 
 def validation_windows(corpus: HeldOut, ctx: int, windows: int) -> Tensor:

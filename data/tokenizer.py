@@ -51,7 +51,7 @@ class CheckpointTokenizer:
     n_vocab: the number of rows of the model's embedding, of which some may never occur.
     """
 
-    def __init__(self, content: str, n_vocab: int | None = None):
+    def __init__(self, content: str, n_vocab: int | None):
         """content: of tokenizer.json. Its settings for truncation, padding and special tokens have no effect.
 
         n_vocab: None of the user's own, which has the tokens of the file, and one more if none of them ends a document.
@@ -99,10 +99,6 @@ class CheckpointTokenizer:
         added = {i: token.content.encode() for i, token in self.tokenizer.get_added_tokens_decoder().items()}
         return {i: spell(token) for token, i in self.tokenizer.get_vocab().items()} | added
 
-    def token_bytes(self) -> np.ndarray:
-        """The length in bytes of each token's text, int64 [n_vocab], for bits per byte."""
-        return np.array([len(self.decode_single_token_bytes(i)) for i in range(self.n_vocab)], dtype=np.int64)
-
     def check(self, name: str, text: str, ids: Sequence[int], sizes: np.ndarray) -> None:
         """UserError unless these tokens of a document are in the model's vocabulary and have the bytes of its text.
 
@@ -136,9 +132,9 @@ def padded(n_vocab: int) -> int:
 
 
 def token_bytes(encoding: AnyTokenizer) -> np.ndarray:
-    """The length in bytes of each token's text, int64 [vocabulary of the model]; 0 for END."""
+    """The length in bytes of each token's text, int64 [vocabulary of the model]; 0 for an END of ours."""
     if isinstance(encoding, CheckpointTokenizer):
-        return encoding.token_bytes()
+        return np.array([len(encoding.decode_single_token_bytes(i)) for i in range(encoding.n_vocab)], dtype=np.int64)
     sizes = np.zeros(padded(encoding.n_vocab), dtype=np.int64)
     for token, rank in encoding._mergeable_ranks.items():
         sizes[rank] = len(token)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from conf.errors import UserError, check
+from conf.errors import UserError, check, ensure
 from conf.registry import yaml_name
 from conf.schema import TrainConfig, TrainedRunConfig, from_dict
 from data import corpus as corpora
@@ -65,13 +65,6 @@ class Run:
         done = state["step"], digest, state["validation"], state["seconds"]
         return cls(name, reason, folder, cfg, model, corpus, context, *done)
 
-    def trained_scaling(self, n: int) -> ContextChange:
-        """The change by the scaling that the run was trained with, when it processes n tokens.
-
-        Our runs keep the scaling of their training context at every length; Hugging Face models may compute it from n.
-        """
-        return gpt.trained_scaling(self.cfg, self.context, n if self.scaling_follows_length else None)
-
     def change(self, scalings: Sequence[dict], n: int, ctx: int) -> ContextChange:
         """The change by the requested scalings at length n, combined with the one that the run was trained with.
 
@@ -79,7 +72,9 @@ class Run:
         longest length of the evaluation, tokens, to which scaling.factor=fixed refers.
         """
         requested = resolve(scalings[0], self.context, n, ctx, scalings[1:])
-        return override(self.trained_scaling(n), requested)
+        # Our runs keep the scaling of their training context at every length; Hugging Face models may compute it from n
+        trained = gpt.trained_scaling(self.cfg, self.context, n if self.scaling_follows_length else None)
+        return override(trained, requested)
 
     def describe(self) -> str:
         """Two or more lines about this run, for the start of a command."""
@@ -137,8 +132,7 @@ def newest_run(wanted: TrainedRunConfig, ctx: int) -> tuple[str, str]:
             return name, "the newest that fits" + (f"; skipped {'; '.join(skipped)}" if skipped else "")
         except NotApplicable as e:
             skipped.append(f"{name}: {e}")
-    if skipped:
-        raise UserError(f"no run in {runs}/ fits: {'; '.join(skipped)}")
+    ensure(not skipped, f"no run in {runs}/ fits: {'; '.join(skipped)}")
     which, setting = (f" with exp={exp}", f" exp={exp}") if exp else ("", "")
     raise UserError(f"no trained run{which} in {runs}/: first: python train.py pos=rope{setting}")
 

@@ -16,7 +16,7 @@ from engine.run import Run
 from hf.checkpoint import Config
 from hf.families import FAMILIES, read_settings
 from hf.open import open_checkpoint
-from hf.positions import EXPRESSIBLE, layer_keys, layers_of
+from hf.positions import EXPRESSIBLE, FULL, layer_keys, layers_of
 
 ANY_SHARE = {key: right for key, right in EXPRESSIBLE.items() if key != "pos.rotary_fraction"}  # the file keeps it
 
@@ -32,7 +32,9 @@ def scaled_keys(run: Run, config: Config, scalings: list[dict], ctx: int) -> dic
     by_type = FAMILIES[model_type].positions.sliding_base is not None
     keys = {"rope_parameters": layer_keys(layers, ctx, by_type)["rope_parameters"], "max_position_embeddings": ctx}
     values = {key: value for key, value in config.values.items() if key != "rope_scaling"} | keys
-    back, _, _ = read_settings(Config(config.path, values), ctx, L if method["kind"] == "pi" else None)
+    c = Config(config.path, values)
+    c.keys_read |= values.keys()  # the others were checked when the file was read
+    back, _, _ = read_settings(c, ctx, L if method["kind"] == "pi" else None)
     same = layers_of(back, ANY_SHARE) == layers
     check(same, "rope_parameters", method["kind"], f"another: {model_type} scales other layers by it")
     return {"text_config": keys} if config.prefix else keys
@@ -52,7 +54,7 @@ def deployment(run: Run, cfg: EvalConfig, scalings: list[dict], ctx: int) -> dic
     flags = {
         "yarn": f"--rope-scaling yarn --rope-scale {factor:g} --yarn-orig-ctx {L}",
         "pi": f"--rope-scaling linear --rope-scale {factor:g}",
-        "ntk": f"--rope-scaling none --rope-freq-base {rope.get('rope_theta', 0):.10g}",
+        "ntk": f"--rope-scaling none --rope-freq-base {rope.get(FULL, rope).get('rope_theta', 0):.10g}",
     }
     fixed = run.cfg.layers or run.cfg.scaling["kind"] in ("llama3", "longrope")  # whose divisors a GGUF file keeps
     name = "" if fixed else describe("scaling", {**scalings[0], "factor": "auto"})

@@ -19,7 +19,7 @@ from conf.errors import check, ensure
 from conf.registry import describe, yaml_values
 from conf.schema import EvalConfig, TrainConfig
 from data.corpus import Document, HeldOut, held_out_texts
-from data.tokenizer import CheckpointTokenizer
+from data.tokenizer import CheckpointTokenizer, token_bytes
 from engine import checkpoint
 from engine.device import store_in_bfloat16, uses_bfloat16
 from engine.finetune import Parent
@@ -112,13 +112,13 @@ def read_corpus(source: Checkpoint, data: dict, vocab_size: int) -> HeldOut:
     every window would be an attention sink that no other model here has.
     """
     tokenizer, documents = CheckpointTokenizer(source.tokenizer().to_str(), vocab_size), []
-    sizes = tokenizer.token_bytes()
+    sizes = token_bytes(tokenizer)
     for name, text in held_out_texts(data):
         ids = np.array(tokenizer.encode_ordinary(text), dtype=np.int64)
         tokenizer.check(name, text, ids.tolist(), sizes)
         documents.append(Document(name, ids))
     key = hashlib.sha256(tokenizer.content.encode()).hexdigest()[:16]
-    return HeldOut(key, vocab_size, documents, sizes, tokenizer.encode_ordinary, tokenizer.decode)
+    return HeldOut(key, vocab_size, documents, sizes, tokenizer)
 
 
 def open_run(cfg: EvalConfig, device: torch.device) -> Run:

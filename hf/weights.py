@@ -1,9 +1,8 @@
 """The weights of each family in a Hugging Face checkpoint, and the way between them and ours.
 
 One table serves both directions: `to_ours` concatenates the checkpoint's tensors, `from_ours` splits ours (of the
-families that hf/write.py writes). What our GPT
-has no setting for is multiplied into the weights when they are read, by the family's fold, so that it costs no code in
-the model.
+families that hf/write.py writes). What our GPT has no setting for is multiplied into the weights when they are read, by
+the family's fold, so that it costs no code in the model.
 
 Letters: C width, H query heads, G key-value heads, D head width, i layer.
 """

@@ -317,10 +317,10 @@ class _RotatePacked(torch.autograd.Function):
 def rope(
     q: Tensor, k: Tensor, phase: Tensor, positions: Tensor | None, offset: int, interleaved: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """kernels.rope by the kernel."""
+    """kernels.rope.rope by the kernel."""
     return _rotate(q, k, phase, positions, offset, interleaved, scale, False)
 
 
 def rope_packed(qkv: Tensor, n_q: int, n_k: int, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """kernels.rope_packed by the kernel. options: those of rope after q and k."""
+    """kernels.rope.rope_packed by the kernel. options: those of rope after q and k."""
     return _RotatePacked.apply(qkv, n_q, n_k, *options)

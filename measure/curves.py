@@ -155,8 +155,7 @@ def read_curve(path: Path) -> Curve:
     except (OSError, ValueError, TypeError, RecursionError):
         what = f"not a curve that this version of eval.py wrote (line {len(rows) + 1})"
         raise UserError(f"{path}: {what}: move it away and evaluate again") from None
-    if path.parent.name == "eval":
-        rows = [replace(row, run=path.parents[1].name) for row in rows]
+    rows = [replace(row, run=path.parents[1].name) for row in rows]
     return Curve(rows, path.stat().st_mtime, file=path)
 
 

@@ -24,14 +24,14 @@ def group_names(configs: Configs) -> dict[str, str]:
     """run -> the name of its group: that of the run with the lowest seed, without the seed: `rope` for rope-seed0.
 
     The runs of a group have the same settings, except seed, name and run control. Its runs are independent trainings:
-    two runs with one seed, or that began from one pre-trained run, are in different groups. A group whose short name
-    another one has gets the full name of its first run.
+    two runs with one seed are in different groups, and a run that began from another one is a group of its own. A group
+    whose short name another one has gets the full name of its first run.
     """
-    groups: dict[str, dict[int | str, str]] = defaultdict(dict)
+    groups: dict[str, dict[int, str]] = defaultdict(dict)
     for run, cfg in sorted(configs.items(), key=lambda item: (item[1].seed, item[0])):
         key = repr(sorted((k, repr(v)) for k, v in flatten(asdict(cfg)).items() if k not in (*RUN_CONTROL, "seed")))
-        seed = cfg.pretrained["weights"] if cfg.init and ":" not in cfg.init else cfg.seed
-        groups[run if seed in groups[key] else key][seed] = run
+        alone = cfg.seed in groups.get(key, ()) or (cfg.init and ":" not in cfg.init)
+        groups[run if alone else key][cfg.seed] = run
     names: dict[str, str] = {}
     for first, *others in (of_seeds.values() for of_seeds in groups.values()):
         short = re.sub(rf"-(s|seed){configs[first].seed}(?=-|$)", "", first)

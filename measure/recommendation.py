@@ -46,8 +46,9 @@ def candidates(run: Run, ctx: int, added: Method) -> list[Method]:
     for label, scalings in methods.items():
         deployed = [k | {x: new for (x, old), new in fixed.items() if k.get(x) == old} for k in scalings]
         with contextlib.suppress(NotApplicable):
-            run.change(deployed, ctx, ctx)
-            found.append(Method(label, deployed))
+            position_map = run.change(deployed, ctx, ctx).position_map
+            auto = vars(position_map) if position_map else {}  # what auto is at ctx: of group and leak
+            found.append(Method(label, [k | {x: auto[x] for x in k if k[x] == "auto" and x in auto} for k in deployed]))
     right = "a model with layers that rotate and see all tokens: to others only window and truncation apply"
     check(bool(found), "run", run.name, right)
     return found
@@ -60,8 +61,8 @@ def rounds(count: int, labels: Sequence[str], measure: Callable[[str, int], list
     """Label -> what measure(label, i) returns for each round i, [rounds, values]; there are at most `count` rounds.
 
     At least two, and no third that would end after `until` (of time.monotonic()). labels: the most important first; if
-    half of the time is over in the first round, the rounds are of the first NEEDED only. Ctrl-C ends the rounds; within
-    the first two it is raised.
+    half of the time is over in the first round, the rounds are of those measured until then, at least NEEDED. Ctrl-C
+    ends the rounds; within the first two it is raised.
     """
     values: dict[str, list[list[float]]] = {}
     i, start = 0, time.monotonic()

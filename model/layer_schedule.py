@@ -44,7 +44,6 @@ class ScheduledEncodings(Encoding):
             reason = f"no layer of layers={schedule.name} uses it, each type of layer has its own pos or base"
             raise UserError(f"pos={describe('pos', pos)}: {reason}")
         parts: list[Any] = list(self.encodings)
-        self.relative = all(e.relative for e in parts)
         self.max_positions = min((e.max_positions for e in parts if e.max_positions is not None), default=None)
         rates = {e.lr_factor for e in parts if list(e.parameters())}
         check(len(rates) < 2, "pos.lr_factor", sorted(rates), "the same for all encodings of a layer schedule")

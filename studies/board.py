@@ -32,7 +32,7 @@ from studies.rows import Rows, Seeds, contrast, difference, fill, header, line, 
 
 BOARD, PAGE, RUNS = ROOT / "results/board", ROOT / "docs/board.md", Path("runs/board")
 # The settings of the board, the same for all entries of a size
-SIZES = {"quick": Size(train=("exp=quick",), windows=16), "default": Size(windows=8)}
+SIZES = {"quick": Size(train=["exp=quick"], windows=16), "default": Size(windows=8)}
 LENGTHS = (1, 2, 4, 8, 16)  # in trained contexts L
 REFERENCE = "rope"
 ALPHA = 0.01  # of the two-sided test: lower than elsewhere, because many encodings are tried

@@ -105,7 +105,7 @@ def finished_jobs(
             pending = {*futures.values()}
             while pending:  # with a timeout: a signal that comes just before a wait is handled when the wait ends
                 ended, pending = wait(pending, timeout=1, return_when=FIRST_COMPLETED)
-                yield from (future.result() for future in ended)
+                yield from (future.result() for future in sorted(ended, key=lambda x: x.exception() is not None))
         except (KeyboardInterrupt, GeneratorExit):  # only the main thread gets it, and the jobs run in others
             stop()
             raise

@@ -110,9 +110,8 @@ def of_conditions(what: str, text: str, file: str) -> tuple[Value, Listed]:
 
 def origin(file: str, rows: Iterable[StudyRow], seeds: int | str = "") -> Listed:
     commits = sorted({row.commit for row in rows if row.commit})
-    commands = {row.command for row in rows if row.command.startswith("python -m studies")}
-    command = f"python -m studies.matrix --plan {file}" if file in PLANS else next(iter(commands), "")
-    return [f"[{file}]({file}.jsonl)", str(seeds), " ".join(commits), f"`{command}`" if command else "[how](README.md)"]
+    command = f"`python -m studies.matrix --plan {file}`" if file in PLANS else "[how](README.md)"
+    return [f"[{file}]({file}.jsonl)", str(seeds), " ".join(commits), command]
 
 
 # ---- pages ----

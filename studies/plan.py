@@ -14,7 +14,7 @@ results/tasks_small.jsonl. All rows of a file are of the same texts.
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conf.cli import train_settings
@@ -70,7 +70,7 @@ COPIED_AT, COPIED_BACK, COPIES = 1.5, 0.5, 6  # length and shortest distance in 
 class Size:
     """The study at one size of model and corpus, from conf/study/NAME.yaml."""
 
-    train: tuple[str, ...] = ()  # overrides of train.py: conf/train/exp/NAME.yaml has the settings of the training
+    train: list[str] = field(default_factory=list)  # overrides of train.py, such as exp=NAME
     documents: int = 32  # evaluated
     scored_tokens: int = 64  # at the end of each window
     windows: int = 32  # of each document; of FEWER_WINDOWS a quarter
@@ -96,9 +96,7 @@ class Size:
 def load_size(name: str) -> Size:
     """The size with this name. UserError if there is none."""
     check(name in choices("study"), "size", name, f"one of {', '.join(choices('study'))}")
-    values = yaml_values("study", name)
-    knobs = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    return build_from_knobs(Size, knobs, "study")
+    return build_from_knobs(Size, yaml_values("study", name), "study")
 
 
 # ---- jobs ----

@@ -164,15 +164,22 @@ def compile_for(monkeypatch: pytest.MonkeyPatch, model: gpt.GPT, backend="induct
 # ---- text, and stand-ins for trained runs ----
 
 
+class Characters:
+    """A tokenizer: a character is the token of its number."""
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
 def held_out(documents: Iterable[Sequence[int]]) -> HeldOut:
-    """Documents of these tokens, in this order. Token t is the character of this number."""
+    """Documents of these tokens, in this order."""
     cut = [Document(f"document {i}", np.array(tokens)) for i, tokens in enumerate(documents)]
     token_bytes = np.ones(max(int(d.tokens.max()) for d in cut) + 1, dtype=np.int64)
 
-    def decode(tokens: Sequence[int]) -> str:
-        return "".join(map(chr, tokens))
-
-    return HeldOut("characters", len(token_bytes), cut, token_bytes, lambda text: list(map(ord, text)), decode)
+    return HeldOut("characters", len(token_bytes), cut, token_bytes, Characters())
 
 
 class Words:
@@ -182,7 +189,7 @@ class Words:
         self.two_tokens = two_tokens
         self.numbers: dict[str, int] = {}
 
-    def encode(self, text: str) -> list[int]:
+    def encode_ordinary(self, text: str) -> list[int]:
         words = re.findall(r" ?\w+| ?[^\w\s]|\s", text)
         cut = [(" ", w[1]) if len(w) == 2 and w[0] == " " and w[1] in self.two_tokens else (w,) for w in words]
         return [self.numbers.setdefault(part, len(self.numbers)) for parts in cut for part in parts]
@@ -203,8 +210,8 @@ def random_lines(seed: int, count: int) -> list[str]:
 def held_out_text(texts: Iterable[str], words: Words | None = None) -> HeldOut:
     """Documents of these texts, in tokens of `words`, of which there are less than 1024."""
     words = words or Words()
-    cut = [Document(f"text {i}", np.array(words.encode(text))) for i, text in enumerate(texts)]
-    return HeldOut("words", 1024, cut, np.full(1024, 4), words.encode, words.decode)
+    cut = [Document(f"text {i}", np.array(words.encode_ordinary(text))) for i, text in enumerate(texts)]
+    return HeldOut("words", 1024, cut, np.full(1024, 4), words)
 
 
 @functools.cache
@@ -241,7 +248,7 @@ def stub_evaluation(model: object, corpus: HeldOut, folder: Path, *overrides: st
 
 # ---- curves ----
 
-A_ROW = read_curve(ROOT / "tests/data/curve.jsonl").first
+A_ROW = read_curve(ROOT / "tests/data/rope-s0/eval/curve.jsonl").first
 
 
 def curve_of(run: str, label: str, losses: dict[int, float], pos: str = "rope", L: int = 64, **values: Any) -> Curve:

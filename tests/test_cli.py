@@ -266,6 +266,10 @@ def test_what_was_typed_is_described(group, settings, described):
     assert describe("scaling", {"kind": "deleted", "share": 1}) == "deleted"  # of a run whose method is gone
 
 
+def test_an_interpolation_is_kept_as_it_was_typed():
+    assert train_settings("optim.matrix_lr=${.lr}").typed == ["optim.matrix_lr=${.lr}"]
+
+
 @pytest.mark.parametrize(
     "knobs, right",
     [

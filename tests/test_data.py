@@ -157,7 +157,7 @@ def test_every_corpus_takes_the_settings_of_its_yaml(name):
     assert set(corpora.TOKENIZER_SETTINGS) <= settings.keys()
     knobs = {k: v for k, v in settings.items() if k not in (*corpora.TOKENIZER_SETTINGS, "kind")}
     for function in ("fingerprint", "documents"):
-        inspect.signature(load_kind("data.corpora", settings["kind"], function)).bind(**knobs)
+        inspect.signature(load_kind("data.corpora", settings["kind"], function, "data")).bind(**knobs)
 
 
 def test_packages_that_are_missing_or_others_are_one_line_with_the_command_that_gets_them(here):
@@ -217,7 +217,7 @@ def test_a_tokenizer_of_ones_own_counts_the_bytes_of_the_text(docs):
     corpus, content = corpora.prepare(cfg, "mine"), Path("own.json").read_text()
     for d in corpus.held_out:
         text = Path(d.name).read_text()
-        assert d.tokens.tolist() == own.encode(text).ids and corpus.decode(d.tokens.tolist()) == text
+        assert d.tokens.tolist() == own.encode(text).ids and corpus.encoding.decode(d.tokens.tolist()) == text
         assert corpus.token_bytes[d.tokens].sum() == len(text.encode())
     end = corpus.encoding.eot_token  # none in the file, so it is one more
     assert end == own.get_vocab_size() == corpus.vocab_size - 1 and (corpus.train == end).sum() == 4

@@ -37,7 +37,7 @@ from model.scaling import NO_CHANGE, ContextChange, TrainedContext
 from tests import helpers
 from tests.helpers import StubModel, any_task_corpus, curve_of, eval_settings, held_out, run_eval, stub_evaluation
 
-A_CURVE = helpers.ROOT / "tests" / "data" / "curve.jsonl"  # of two rows
+A_CURVE = helpers.ROOT / "tests/data/rope-s0/eval/curve.jsonl"  # of two rows
 OWN = spectrum.frequencies(16, 10000.0)  # of model_of("rope")
 
 
@@ -193,7 +193,7 @@ def with_training_text(corpus: corpora.HeldOut, train: np.ndarray) -> Corpus:
     values = {field.name: getattr(corpus, field.name) for field in dataclasses.fields(corpus)}
     copied = find_copies(train, [document.tokens for document in corpus.held_out])
     values["held_out"] = [dataclasses.replace(d, copied=c) for d, c in zip(corpus.held_out, copied, strict=True)]
-    return Corpus(**values, encoding=None, train=train)
+    return Corpus(**values, train=train)
 
 
 def planned_ends(corpus: corpora.HeldOut, ctx: int) -> np.ndarray:

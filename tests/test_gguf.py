@@ -172,9 +172,10 @@ def test_a_run_that_starts_from_a_checkpoint_is_one_of_ours(tmp_path, monkeypatc
     run = opened("tuned")
     state = run.model.state_dict()
     assert state.keys() == weights.keys() and all(torch.allclose(state[k], weights[k], atol=1e-9) for k in state)
-    assert run.cfg.model == cfg.model and run.cfg.pos == cfg.pos and run.trained_scaling(64).factor == 2.0
+    assert run.cfg.model == cfg.model and run.cfg.pos == cfg.pos
+    assert run.change([{"kind": "none"}], 64, 64).factor == 2.0
     text = "def f(x):\n    return x"
-    assert run.corpus.encode(text) == before.tokenizer().encode(text, add_special_tokens=False).ids
+    assert run.corpus.encoding.encode_ordinary(text) == before.tokenizer().encode(text, add_special_tokens=False).ids
     assert (run.context.train_ctx, run.context.longest_trained_ctx) == (64, 128)
     monkeypatch.setattr(sys, "argv", ["sample.py", "run=tuned", "prompt=def ", "tokens=5", "seed=1"])
     capsys.readouterr()
@@ -185,7 +186,7 @@ def test_a_run_that_starts_from_a_checkpoint_is_one_of_ours(tmp_path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["export.py", "run=again", "out=written"])
     export.main()
     theirs = transformers.AutoTokenizer.from_pretrained("written")
-    assert theirs.encode(text) == run.corpus.encode(text)
+    assert theirs.encode(text) == run.corpus.encoding.encode_ordinary(text)
 
 
 @pytest.mark.slow

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import recommend
+from conf.registry import yaml_values
 from engine.run import Run
 from hf.checkpoint import open_folder
 from hf.deploy import deployment, scaled_keys
 from hf.families import read_settings
-from hf.open import read_checkpoint
+from hf.open import open_checkpoint, read_checkpoint
 from measure import recommendation
-from measure.evaluation import NONE
+from measure.evaluation import NONE, Method
 from measure.recommendation import choose, recall_sentence, sentences
 from model import gpt
 from tests.helpers import StubModel, error_of, eval_settings, held_out, run_command, stub_evaluation, train_smoke_runs
@@ -82,24 +83,27 @@ def test_rounds_end_with_the_time_and_with_ctrl_c(settings, found, monkeypatch):
 
 
 class Ends(StubModel):
-    """Asserts that the input ends where its targets do."""
+    """Asserts that the input ends where its targets do, and notes the groups of positions."""
 
     def losses(self, tokens, targets, change):
+        self.groups = getattr(self, "groups", set()) | {getattr(change.position_map, "group", 0)}
         assert torch.equal(tokens[:, 1 - targets.shape[1] :], targets[:, :-1])
         return super().losses(tokens, targets, change)
 
 
-def test_all_lengths_score_the_same_targets_and_the_factor_is_fixed(tmp_path):
+def test_all_lengths_score_the_same_targets_and_have_one_factor_and_one_group(tmp_path):
     """A model that loses 1 nat with fewer than 120 tokens, and 2 with a window."""
     texts = held_out([np.random.default_rng(d).integers(9, size=3000 + d) for d in range(4)])
     task = ["task.scored_tokens=8", "task.windows=4"]
-    evaluation = stub_evaluation(Ends(needs=120, window_costs=2.0), texts, tmp_path, "ctx=[64,128]", *task)
-    yarn = recommendation.candidates(evaluation.run, 128, NONE)[0]
+    model, grouped = Ends(needs=120, window_costs=2.0), Method("grouped", [yaml_values("scaling", "self_extend")])
+    evaluation = stub_evaluation(model, texts, tmp_path, "ctx=[64,128]", *task)
+    yarn, *_, grouped = recommendation.candidates(evaluation.run, 128, grouped)
     assert [evaluation.change(yarn, n).factor for n in (8, 64, 128)] == [2, 2, 2]
-    control, _, gains, costs = recommendation.compare(evaluation, [yarn], time.monotonic() + 60)
+    control, _, gains, costs = recommendation.compare(evaluation, [yarn, grouped], time.monotonic() + 60)
+    assert model.groups == {0, 4}  # never 1, which auto is at L
     assert control == "truncation to 64" and costs["YaRN"] == pytest.approx(0)
     means = {label: x.mean() for label, x in gains.items()}
-    assert means == pytest.approx({"truncation to 64": 0, "a window of 64": -2, "YaRN": 1, "none": 1})
+    assert means == pytest.approx({"truncation to 64": 0, "a window of 64": -2, "YaRN": 1, "grouped": 1, "none": 1})
 
 
 # ---- the setting ----
@@ -107,8 +111,8 @@ def test_all_lengths_score_the_same_targets_and_the_factor_is_fixed(tmp_path):
 reference = pytest.mark.reference
 
 
-def opened(folder: Path) -> tuple[Run, gpt.GPT]:
-    settings, weights, vocab_size = read_checkpoint(open_folder(folder), 1, None)
+def opened(folder: Path, *ignored: str) -> tuple[Run, gpt.GPT]:
+    settings, weights, vocab_size = read_checkpoint(open_checkpoint(f"hf:{folder}", ignore_keys=ignored), 1, None)
     model = gpt.from_weights(settings, vocab_size, weights).double().eval()
     context = gpt.trained_context(settings, model.pos)
     return Run("x", "", folder, settings, model, held_out([[1]]), context, 0, "0", scaling_follows_length=True), model
@@ -162,13 +166,15 @@ def test_what_software_is_told(tmp_path):
     """Its flags, or why there are none: qwen2 would scale the layers with windows, too, and no software has ReRoPE."""
     from tests import hf_models as hf
 
-    def told(family: str, rope_type: str = "default") -> dict[str, dict[str, str]]:
+    def told(family: str, rope_type: str = "default", ignored: str = "", **more: object) -> dict[str, dict[str, str]]:
         hf.save_random(family, hf.rope_types(4)[rope_type], tmp_path)
-        run, cfg = opened(tmp_path)[0], eval_settings(f"run='hf:{tmp_path}'")
+        hf.edit(tmp_path, **more)
+        cfg = eval_settings(f"run='hf:{tmp_path}'", f"ignore_keys=[{ignored}]")
+        run, _ = opened(tmp_path, *cfg.ignore_keys)
         return {m.label: deployment(run, cfg, m.scalings, 96) for m in recommendation.candidates(run, 96, NONE)}
 
     assert "qwen2 scales other layers" in str(told("qwen2, window")["YaRN"])
-    of = told("llama")
+    of = told("llama", ignored="foo", foo=3)
     assert "scaling=rerope" in str(of["ReRoPE, log-n"])
     assert of["YaRN"]["llama.cpp"] == "--rope-scaling yarn --rope-scale 3 --yarn-orig-ctx 32 -c 96"
     assert of["PI"]["llama.cpp"] == "--rope-scaling linear --rope-scale 3 -c 96"
@@ -176,6 +182,8 @@ def test_what_software_is_told(tmp_path):
     assert bases == pytest.approx([10_000 * 3 ** (8 / 6)] * 2) and "no flag" in of["Llama 3's ramp"]["llama.cpp"]
     assert of["NTK"]["llama.cpp"].startswith("--rope-scaling none ")  # also of a file that has one
     assert "no flag" in told("llama", "llama3")["NTK"]["llama.cpp"]
+    full = told("olmo3", layer_types=["full_attention"] * 5)["NTK"]["llama.cpp"]
+    assert float(full.split()[3]) > 100  # of a file with a base for each type of layer
     vllm, _, overrides = of["YaRN"]["vLLM"].partition(" --hf-overrides ")
     assert vllm == "--max-model-len 96" and json.loads(overrides.strip("'"))["rope_parameters"]["rope_type"] == "yarn"
 

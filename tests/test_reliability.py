@@ -259,7 +259,7 @@ def test_SIGTERM_to_a_sweep_saves_its_job_and_begins_no_other(here):
 
 
 def test_two_evaluations_add_to_one_curve_and_no_row_is_lost(here):
-    file, row = here / "eval" / "none-0.jsonl", read_curve(ROOT / "tests/data/curve.jsonl").first
+    file, row = here / "eval" / "none-0.jsonl", read_curve(ROOT / "tests/data/rope-s0/eval/curve.jsonl").first
 
     def add(n: int) -> None:
         evaluation.add_rows(file, [dataclasses.replace(row, n=n)], np.zeros((row.documents, 1)))
@@ -328,7 +328,7 @@ def test_what_is_not_finite_is_never_a_result(x, monkeypatch):
 
 
 def test_the_curves_of_a_renamed_run_have_its_new_name(here):
-    write_jsonl(here / "old/eval/none-0.jsonl", read_curve(ROOT / "tests/data/curve.jsonl").rows)
+    write_jsonl(here / "old/eval/none-0.jsonl", read_curve(ROOT / "tests/data/rope-s0/eval/curve.jsonl").rows)
     (here / "old").rename(here / "new")
     assert read_curve(here / "new/eval/none-0.jsonl").run == "new"
 

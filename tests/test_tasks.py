@@ -22,9 +22,8 @@ from measure.tasks import Piece
 from measure.tasks.placed import NOTHING, PlacedAnswer
 from tests.helpers import ROOT, Words, any_task_corpus, held_out, held_out_text, line_of, random_lines
 
-WITH_ANSWER = [
-    name for name in choices("task") if load_kind("measure.tasks", yaml_values("task", name)["kind"], "build").accuracy
-]
+KINDS = {name: yaml_values("task", name)["kind"] for name in choices("task")}
+WITH_ANSWER = [name for name, kind in KINDS.items() if load_kind("measure.tasks", kind, "build", "task").accuracy]
 LENGTHS = (128, 300)
 
 
@@ -53,11 +52,11 @@ def places(part: list[int], tokens: list[int]) -> list[int]:
 
 def token(letter: str) -> int:
     """The token of a letter after a space."""
-    return any_task_corpus().encode(f"# {letter}")[-1]
+    return any_task_corpus().encoding.encode_ordinary(f"# {letter}")[-1]
 
 
 def decoded(tokens: Sequence[int]) -> str:
-    return any_task_corpus().decode(tokens)
+    return any_task_corpus().encoding.decode(tokens)
 
 
 # ---- every task with an answer ----
@@ -197,7 +196,7 @@ def test_each_asked_pair_is_in_the_table_once(n, pairs, queries):
 
 def curve_of(hits: dict[int, list[float]], run: str = "a", label: str = "none") -> Curve:
     """A curve with these shares of right tokens of each example, n -> examples, at one distance."""
-    first = read_curve(ROOT / "tests/data/curve.jsonl").first
+    first = read_curve(ROOT / "tests/data/rope-s0/eval/curve.jsonl").first
     about = {"run": run, "label": label, "train_ctx": 128, "task": "recall key=1"}
     made = [(n, h, distance) for n, h in hits.items() for distance in (None, 64)]
     return Curve([dataclasses.replace(first, n=n, hits=h, distance=distance, **about) for n, h, distance in made])

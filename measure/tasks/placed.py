@@ -34,14 +34,14 @@ class PlacedAnswer(Task):
     def __init__(self, corpus: HeldOut, ctx: int, documents: int, threshold: float):
         """documents: the number of texts for each distance. threshold: the accuracy that counts as solved."""
         check(0 < threshold <= 1, "task.threshold", threshold, "above 0 and at most 1")
-        self.corpus, self.threshold = corpus, threshold
+        self.corpus, self.encode, self.threshold = corpus, corpus.encoding.encode_ordinary, threshold
         self.shortest = self.minimum = max(128, 4 * self.given, 2 * self.nearest)
         self.names = [f"example {i}" for i in range(documents)]
         self.documents = long_documents(corpus, ctx, len(corpus.held_out))  # shorter ones would have to be repeated
-        texts = [corpus.decode(d.tokens.tolist()) for d in self.documents]
+        texts = [corpus.encoding.decode(d.tokens.tolist()) for d in self.documents]
         self.lines = [[x for x in text.splitlines() if not self.notes.fullmatch(x)] for text in texts]
         # Letters that are one token after a space: of a corpus that teaches the task all, of others some
-        one = [c for c in string.ascii_letters if len(corpus.encode(f"# {c}")) == len(corpus.encode("#")) + 1]
+        one = [c for c in string.ascii_letters if len(self.encode(f"# {c}")) == len(self.encode("#")) + 1]
         self.capitals, self.letters = "".join(filter(str.isupper, one)), "".join(filter(str.islower, one))
         self.pieces = functools.cache(self.pieces)  # they are made only once
 
@@ -84,7 +84,7 @@ class PlacedAnswer(Task):
             tokens: list[int] = []
             while len(tokens) < count:
                 group = list(itertools.islice(following, 16))
-                tokens += self.corpus.encode(add(group) if add else "".join(f"{line}\n" for line in group))
+                tokens += self.encode(add(group) if add else "".join(f"{line}\n" for line in group))
             return tokens[len(tokens) - count :]
 
         return next_tokens
@@ -97,7 +97,7 @@ class PlacedAnswer(Task):
 
     def one_token_each(self, line: str, symbols: int) -> list[int]:
         """The tokens of a line of `symbols` parts, each of which must be one token. UserError if it is not."""
-        tokens = self.corpus.encode(line)
+        tokens = self.encode(line)
         if len(tokens) != symbols:
             raise UserError(f"task={self.label}: the tokenizer of this run does not give {symbols} tokens to {line!r}")
         return tokens

@@ -121,7 +121,7 @@ class Encoding(nn.Module):
 def build(knobs: dict, shape: Shape) -> Encoding:
     """The encoding of these knobs, a yaml of conf/pos."""
     own = {key: value for key, value in knobs.items() if key != "lr_scale"}
-    encoding = build_from_knobs(load_kind("model.pos", knobs["kind"], "build"), own, "pos", shape)
+    encoding = build_from_knobs(load_kind("model.pos", knobs["kind"], "build", "pos"), own, "pos", shape)
     encoding.lr_scale = knobs.get("lr_scale", Encoding.lr_scale)
     check_type("pos.lr_scale", encoding.lr_scale, float)
     check(encoding.lr_scale > 0, "pos.lr_scale", encoding.lr_scale, "above 0")

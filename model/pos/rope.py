@@ -81,15 +81,19 @@ class Rope(Encoding):
         return self.inv_freq if change.inv_freq is None else change.inv_freq
 
     def phase(self, inv_freq: Tensor, device: torch.device) -> Tensor:
-        """Frequencies, float64 [pairs] -> rotations per position times 2^64, int64 [P] with P = pairs + still."""
-        return phase(torch.cat((inv_freq, inv_freq.new_zeros(self.still)))).to(device)
+        """Frequencies, float64 [pairs] -> rotations per position times 2^64, int64 [P] with P = pairs + still.
+
+        To a GPU they are copied once.
+        """
+        padded = torch.cat((inv_freq, inv_freq.new_zeros(self.still)))
+        return constant(phase(padded).tolist(), torch.int64, device)
 
     def prepare(self, positions: Tensor, change: ContextChange) -> Any:
         """The angles of positions int64 [T] or [B, T]: Tables for plain torch, or KernelInputs."""
         inv_freq = self.frequencies(change)
         plain = type(self).adjust is Rope.adjust and type(self).rotate is Rope.rotate
         if plain and uses_triton(positions.device):
-            near = KernelInputs(self.phase_on(positions.device, inv_freq), positions, change.attention_factor)
+            near = KernelInputs(self.phase(inv_freq, positions.device), positions, change.attention_factor)
         else:
             # On both q and k, so the scores grow by its square (YaRN, arXiv 2309.00071, section 3.4).
             both = self.table(inv_freq, positions, change.attention_factor)
@@ -98,20 +102,14 @@ class Rope(Encoding):
             near.far = [self.region_tables(x, inv_freq, positions, change) for x in change.position_map.regions()]
         return near
 
-    def phase_on(self, device: torch.device, inv_freq: Tensor) -> Tensor:
-        """self.phase of the frequencies on a device; to a GPU it is copied once."""
-        if device.type == "cpu":
-            return self.phase(inv_freq, device)
-        return constant(self.phase(inv_freq, inv_freq.device).tolist(), torch.int64, device)
-
     def table(self, inv_freq: Tensor, positions: Tensor, factor: float, start: Tensor | int = 0) -> Tensor:
         """cos and sin times factor, at positions int64 [T] or [B, T]. start: as in cos_sin."""
-        return torch.stack(cos_sin(self.phase_on(positions.device, inv_freq), positions, start)) * factor
+        return torch.stack(cos_sin(self.phase(inv_freq, positions.device), positions, start)) * factor
 
     def region_tables(self, region: Region, inv_freq: Tensor, positions: Tensor, change: ContextChange) -> Tables:
         """The angles of a region of change.position_map."""
         slow, factor = inv_freq / region.slow, change.attention_factor
-        start = region.start * self.phase_on(positions.device, inv_freq - slow)
+        start = region.start * self.phase(inv_freq - slow, positions.device)
         q = self.table(slow, region.q(positions), factor, start)
         return self.adjust(Tables(q, self.table(slow, region.k(positions), factor)), positions)
 

@@ -128,7 +128,7 @@ def resolve(knobs: dict, trained: TrainedContext, n: int, ctx: int, plus: Sequen
     if "factor" in values:
         values["factor"] = resolve_factor(values["factor"], trained, n, ctx)
     try:
-        scale = load_kind("model.scaling", knobs["kind"], "scale")
+        scale = load_kind("model.scaling", knobs["kind"], "scale", "scaling")
         change = build_from_knobs(scale, values, "scaling", trained, n)
         if trained.attention == "linear" and (change.logn or change.position_map or change.always_visible):
             raise NotApplicable("it changes single scores, and attention=linear has none")
