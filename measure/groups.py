@@ -23,9 +23,9 @@ Configs = Mapping[str, TrainConfig]  # run -> its settings
 def group_names(configs: Configs) -> dict[str, str]:
     """run -> the name of its group: that of the run with the lowest seed, without the seed: `rope` for rope-seed0.
 
-    The runs of a group have the same settings, except seed, name and run control. Its runs are independent trainings:
-    two runs with one seed are in different groups, and a run that began from another one is a group of its own. A group
-    whose short name another one has gets the full name of its first run.
+    The runs of a group have the same settings, except seed, name and run control, and are independent trainings: no two
+    have the same seed, and a fine-tuned run of ours (init=NAME) is not grouped with others. If another group has the
+    short name already, the full name of the first run is taken.
     """
     groups: dict[str, dict[int, str]] = defaultdict(dict)
     for run, cfg in sorted(configs.items(), key=lambda item: (item[1].seed, item[0])):
