@@ -34,7 +34,7 @@ from engine.finetune import Parent
 from engine.generate import words
 from engine.optimizer import make_optimizers, schedule
 from engine.progress import StopSignal, Throughput, progress_bar
-from engine.run import parent_run
+from engine.run import default_ctx, parent_run
 from engine.validation import Validation, describe_validation
 from engine.wandb_log import TrainingLog
 from hf.open import foreign_parent
@@ -95,8 +95,8 @@ def check_settings(cfg: TrainConfig) -> None:
     encoding = gpt.build_encoding(cfg)
     change = gpt.trained_scaling(cfg, gpt.trained_context(cfg, encoding))
     for knobs in cfg.scalings:
-        right = "left to evaluation: its map of positions changes n <= L, too"
-        check(not knobs.get("always"), "scaling", describe_knobs("scaling", knobs), right)
+        right = "left to evaluation: its map of positions acts past L only or (always) changes n <= L, too"
+        check("always" not in knobs, "scaling", describe_knobs("scaling", knobs), right)
     if cfg.positions == "random_float" and (type(encoding) is not Rope or change.logn or change.position_map):
         given = f"{gpt.describe_encoding(cfg)} scaling={describe_knobs('scaling', cfg.scaling)} plus={cfg.plus}"
         ropes = "pos=rope, rope_interleaved, rope_partial or rope_proportional"
@@ -276,6 +276,9 @@ class Training:
         # As in README: ntk after the default run, yarn after exp=quick, which has 64 tokens
         scaling = "none" if self.model.pos.inv_freq is None or cfg.init else "ntk" if cfg.ctx >= 256 else "yarn"
         folders = [f"{k}={getattr(cfg, k)}" for k in ("runs", "cache") if getattr(cfg, k) != getattr(TrainConfig, k)]
+        lengths, ctx = sorted(len(d.tokens) for d in self.corpus.held_out), default_ctx(cfg, self.model.pos)
+        if lengths[-1] <= ctx:  # the longest length that half of the documents have
+            folders.append(f"ctx={lengths[len(lengths) // 2] - 1}")
         settings = shlex.join([f"run={cfg.name}", f"scaling={scaling}", *folders])
         say(f"next: python eval.py {settings}")
 

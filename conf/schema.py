@@ -141,7 +141,7 @@ class OptimConfig:
     momentum: float = setting(0.95, "of Muon", MOMENTUM)
     ns_steps: int = setting(5, "of Muon's Newton-Schulz iteration", between(1, 99))
     warmup: int = setting(MISSING, "steps of linear warm-up", at_least(0))
-    final_lr: float = setting(0.0, "at the last step, as a share of lr", between(0, 1))
+    final_lr: float = setting(0.0, "after the last step, as a share of lr", between(0, 1))
     beta1: float = setting(0.9, "of the mean of the gradient", MOMENTUM)
     beta2: float = setting(0.95, "of the mean of its square", MOMENTUM)
     weight_decay: float = setting(0.1, "of the matrices of the blocks", at_least(0))
@@ -291,6 +291,7 @@ class RecommendConfig(MeasureConfig):
 
     ctx: int = setting(MISSING, "tokens that the model is to process", SIZE)
     minutes: float = setting(10.0, "time to use; more settles smaller differences", above(0))
+    documents: int = setting(32, "at most so many held-out documents or files", at_least(2))
 
 
 @dataclass

@@ -13,6 +13,7 @@ between trainings. A bootstrap over two or three seeds contains them, but too na
 seeds.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,8 +24,8 @@ MOST_SEEDS = 1000  # `seeds_needed` looks no further
 
 
 def interval_text(mean: float, low: float, high: float, form: str = "+.3f") -> str:
-    """`+0.038 [+0.020, +0.056]`, as every interval is printed. form: the format of the three numbers."""
-    return f"{mean:{form}} [{low:{form}}, {high:{form}}]"
+    """`+0.038 [+0.020, +0.056]`, as every interval is printed; of one document (NaN) the mean. form: of the numbers."""
+    return f"{mean:{form}}" + ("" if math.isnan(low) else f" [{low:{form}}, {high:{form}}]")
 
 
 # ---- over several seeds: the analysis of variance ----

@@ -106,6 +106,8 @@ class Losses:
     def verdict(self, row: Row, bar: Row) -> str:
         """A sentence: whether the interval of a method's gain at one length excludes 0. bar: the better control."""
         _, low, high = gain(row, bar)
+        if math.isnan(low):
+            return "no verdict: one document has no interval"
         outcome = "better than" if low > 0 else "worse than" if high < 0 else "no different from"
         truncated = bar.label != "window"
         control = f"being given only {bar.n} tokens" if truncated else f"seeing only {bar.window} tokens at a time"

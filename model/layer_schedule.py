@@ -47,7 +47,7 @@ class ScheduledEncodings(Encoding):
         self.max_positions = min((e.max_positions for e in parts if e.max_positions is not None), default=None)
         rates = {e.lr_factor for e in parts if list(e.parameters())}
         check(len(rates) < 2, "pos.lr_factor", sorted(rates), "the same for all encodings of a layer schedule")
-        self.lr_factor, self.lr_scale = rates.pop() if rates else 1.0, own.lr_scale
+        self.lr_factor, self.lr_scale = rates.pop() if rates else 1.0, min(e.lr_scale for e in parts)
         # Of the types that read-time scaling applies to, for the line about the spectrum
         scaled = [self.encoding(x).inv_freq for x, layer_type in schedule.types.items() if layer_type.scaled]
         self.inv_freq = next((inv_freq for inv_freq in scaled if inv_freq is not None), None)

@@ -87,7 +87,7 @@ REFUSED = {
         positions=random pos=learned -> longest=512
         pos=alibi positions=random_float | pos=xpos positions=random_float | pos=ssmax positions=random_float
         layers=swan positions=random_float | plus=logn positions=random_float
-        scaling=string -> scaling=string: must be left to evaluation | pos=path scaling=yarn
+        scaling=string -> scaling=string: must be left to evaluation | scaling=rerope | pos=path scaling=yarn
         pos=rope_partial pos.rotary_fraction=0 | pos=rope_partial pos.rotary_fraction=1.5
         pos=rope_partial pos.rotary_fraction=0.01 | pos=sinusoidal model.width=63 model.n_heads=7 -> model.width=63
         pos=fope pos.context=6 | pos=path pos.rank=0 | pos=cope pos.positions=1 | pos=fire pos.hidden=0

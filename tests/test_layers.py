@@ -116,6 +116,11 @@ def test_logits_equal_the_formulas_in_training_and_at_any_length(name):
     assert (model(tokens)[0] - want).abs().max() < 1e-5
 
 
+def test_the_lowest_learning_rates_of_the_encodings_count():
+    cfg = train_settings("layers=swan", "layers.G.pos=cope")
+    assert gpt.build_encoding(cfg).lr_scale == gpt.build_encoding(train_settings("pos=cope")).lr_scale < 1
+
+
 def test_sinks_are_always_seen_and_changes_without_kinds_apply_to_all_layers():
     """Such changes are those of a caller who does not know of schedules."""
     tokens = random_tokens(1, 60)

@@ -268,6 +268,7 @@ def test_a_method_replaces_the_frequencies_a_run_was_tuned_with_and_nothing_else
     assert other.inv_freq is g and other.factor == 8 and other.attention_factor == 1 and other.logn == 64
     window = override(tuned, ContextChange(window=5))
     assert window.inv_freq is f and window.attention_factor == 1.1 and window.window == 5 and window.factor == 4
+    assert override(window, ContextChange(window=9, logn=3)).window == 5  # it was trained with no more
     same = override(tuned, NO_CHANGE)
     assert all(getattr(same, f.name) is getattr(tuned, f.name) for f in dataclasses.fields(tuned))
 

@@ -58,9 +58,10 @@ class Matched(Task):
     def windows(self, n: int) -> list[int]:
         if n <= NEAR:
             return self.near
-        # In an order that does not depend on n, so that long lengths share windows: every other one from the last but
-        # one, because the end of a document is not typical, then the rest
+        # In an order that does not depend on n, so that lengths share windows: first those that fit at all lengths, and
+        # of these every other one from the last but one, because the end of a document is not typical
         order = [*range(self.planned - 2, -1, -2), *range(self.planned - 1, -1, -2)]
+        order.sort(key=lambda i: i not in self._fitting(self.ctx))
         return sorted([i for i in order if i in self._fitting(n)][: self.far_windows])
 
     def pieces(self, n: int) -> list[Piece]:

@@ -104,13 +104,15 @@ NO_CHANGE = ContextChange()
 def override(of_run: ContextChange, requested: ContextChange) -> ContextChange:
     """Combine the scaling requested at evaluation with that of the run, which it was trained with.
 
-    A request that changes inv_freq replaces inv_freq and attention_factor together; every other field that the request
-    does not change keeps its trained value.
+    A request that changes inv_freq replaces inv_freq and attention_factor together, and of two windows the narrower
+    counts; every other field that the request does not change keeps its trained value.
     """
     if requested.inv_freq is not None:
         of_run = replace(of_run, inv_freq=None, attention_factor=1.0, factor=1.0)
     by_type = tuple(map(override, of_run.by_type, requested.by_type))
-    return replace(of_run, **{**requested.overrides(), "by_type": by_type})
+    seen = min(requested, of_run, key=lambda x: math.inf if x.window is None else x.window + x.always_visible)
+    windows = {"window": seen.window, "always_visible": seen.always_visible}
+    return replace(of_run, **{**requested.overrides(), **windows, "by_type": by_type})
 
 
 def resolve(knobs: dict, trained: TrainedContext, n: int, ctx: int, plus: Sequence[dict] = ()) -> ContextChange:

@@ -9,7 +9,7 @@ import math
 import torch
 
 from conf.errors import check
-from model.scaling import ContextChange, TrainedContext
+from model.scaling import ContextChange, NotApplicable, TrainedContext
 
 PREFIX_CONSISTENT = False  # a longer input changes what earlier positions see; a test holds it to that
 
@@ -25,6 +25,8 @@ def scale(
     """long, short: one divisor for each rotary pair, for n > L and for n <= L, as long_factor and short_factor in
     rope_parameters of a Hugging Face config.json; short None: all 1. attention_factor None: sqrt(1 + ln s / ln L)."""
     P, L = len(trained.inv_freq), trained.train_ctx
+    if L < 2:
+        raise NotApplicable("ln L needs a trained context of at least 2")
     short = [1.0] * P if short is None else short
     for name, divisors in (("long", long), ("short", short)):
         ok = isinstance(divisors, list) and len(divisors) == P
