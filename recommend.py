@@ -8,12 +8,13 @@ Printed are the answer and what to give to transformers, vLLM and llama.cpp; not
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import fields
 
 import torch
 
 from conf.cli import command
-from conf.errors import check
+from conf.errors import UserError, check
 from conf.registry import yaml_values
 from conf.schema import EvalConfig, MeasureConfig, RecommendConfig
 from engine import device as devices, distributed
@@ -48,12 +49,14 @@ def recommend(cfg: RecommendConfig) -> None:
     with torch.inference_mode():
         until = began + PERPLEXITY * seconds
         control, loss, gains, costs = recommendation.compare(texts, list(methods.values()), until)
+        methods |= {NONE.label: NONE}
         chosen, hits = recommendation.choose(gains, costs), {}
         # Half of the rest is left, and the texts have a place for a passage
         if not chosen and time.monotonic() < (until + began + seconds) / 2 and ctx >= 128:
             settings.ctx, settings.task = [ctx], yaml_values("task", "copying")
             best = [methods[m] for m in sorted(costs, key=lambda m: -gains[m].mean())[:2]]
-            hits = recommendation.recall(Evaluation(run, settings, device), best, began + seconds)
+            with suppress(KeyboardInterrupt, UserError):  # or the texts are too short: what there is counts
+                hits = recommendation.recall(Evaluation(run, settings, device), best, began + seconds)
 
     # ---- the answer, and the settings ----
     print()
@@ -64,22 +67,26 @@ def recommend(cfg: RecommendConfig) -> None:
         rows[m] = {"perplexity": f"{perplexity:.2f}", "gain": recommendation.text(x)}
         rows[m] |= {"cost": recommendation.text(costs[m])} if m in costs else {}
     print_table(rows)
-    missing = [m for m in (*methods, NONE.label) if m not in gains]
+    missing = [m for m in methods if m not in gains]
     print_wrapped(f"{len(gains[control])} documents" + (f"; no time for {', '.join(missing)}" if missing else ""))
-    factors = {m: run.change(x.scalings, ctx, ctx).factor for m, x in methods.items()}
+    scaled = {m for m, x in methods.items() if any("factor" in knobs for knobs in x.scalings)}
+    factors = {m: run.change(x.scalings, ctx, ctx).factor if m in scaled else 1.0 for m, x in methods.items()}
     lines = recommendation.sentences(control, gains, costs, factors, ctx, L)
     if hits:
         chosen, line = recommendation.recall_sentence(hits, L)
         lines.append(line)
     elif not chosen:
-        lines.append("Copying from further than L back was not tried: no time was left, or ctx is short or close to L.")
+        lines.append("Copying from further than L back was not tried: no time was left, or texts or ctx are short.")
+    if not chosen and control != (truncation := f"truncation to {L}"):  # which is what the flags do
+        worse = recommendation.text(gains[truncation])
+        lines.append(f"The flags below truncate, which is {worse} against that window.")
     if loss > 0.85 * texts.task.guess:
         lines.append(f"Doubtful: {loss:.2f} nats/token is hardly better than guessing, {texts.task.guess:.2f}.")
     for line in ("", *lines):
         print_wrapped(line)
     told = {} if chosen else {"vLLM": f"--max-model-len {L}", "llama.cpp": f"-c {L}"}
     for m in chosen:  # until there is one that software has
-        found = deployment(run, settings, methods[m].scalings, ctx)
+        found = deployment(run, settings, [run.cfg.scaling] if m == NONE.label else methods[m].scalings, ctx)
         told |= {f"{m}, {software}": setting for software, setting in found.items()}
         if len(found) > 1:
             break

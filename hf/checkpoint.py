@@ -180,7 +180,6 @@ def open_folder(folder: Path) -> Checkpoint:
     file, path = folder / "config.json", folder / "tokenizer.json"
     ensure(file.exists(), f"hf:{folder}: no folder of a Hugging Face checkpoint: it has no config.json")
     config = Config(file, read_json(file))
-    read_tensors = text_tensors if "text_config" in config.values else open_tensors
 
     def tokenizer() -> Tokenizer:
         ensure(path.exists(), f"{path}: not found: the text to score needs the checkpoint's tokenizer")
@@ -193,7 +192,7 @@ def open_folder(folder: Path) -> Checkpoint:
         name=run_name("hf", folder),
         path=folder,
         config=config,
-        open_tensors=lambda: read_tensors(weight_files(folder)),
+        open_tensors=lambda: open_tensors(weight_files(folder)),
         tokenizer=tokenizer,
     )
 
@@ -224,10 +223,5 @@ def open_tensors(paths: list[Path]) -> dict[str, Callable[[], Tensor]]:
             tensors |= {name: functools.partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
         except (OSError, safetensors.SafetensorError) as e:
             raise UserError(f"{path}: not a complete safetensors file ({str(e).splitlines()[0][:80]})") from None
-    return tensors
-
-
-def text_tensors(paths: list[Path]) -> dict[str, Callable[[], Tensor]]:
-    """Like `open_tensors`, of a model that also reads images: those of its text part, by the names without images."""
-    tensors = {name: x for name, x in open_tensors(paths).items() if not IMAGE_TENSORS.match(name)}
-    return {name.replace("language_model.", "", 1): x for name, x in tensors.items()}
+    text = {name: x for name, x in tensors.items() if not IMAGE_TENSORS.match(name)}
+    return {name.replace("language_model.", "", 1): x for name, x in text.items()}

@@ -16,9 +16,11 @@ from engine.run import Run
 from hf.checkpoint import Config
 from hf.families import FAMILIES, read_settings
 from hf.open import open_checkpoint
-from hf.positions import EXPRESSIBLE, FULL, layer_keys, layers_of
+from hf.positions import EXPRESSIBLE, FULL, WRITTEN_AS, layer_keys, layers_of
 
-ANY_SHARE = {key: right for key, right in EXPRESSIBLE.items() if key != "pos.rotary_fraction"}  # the file keeps it
+# The file keeps its share of rotated dimensions. The dynamic methods cost nothing at L, but a written base does
+ANY_SHARE = {key: right for key, right in EXPRESSIBLE.items() if key != "pos.rotary_fraction"}
+ANY_SHARE["scaling"] = (*WRITTEN_AS, "ntk")
 
 
 def scaled_keys(run: Run, config: Config, scalings: list[dict], ctx: int) -> dict[str, Any]:
@@ -58,8 +60,13 @@ def deployment(run: Run, cfg: EvalConfig, scalings: list[dict], ctx: int) -> dic
     }
     fixed = run.cfg.layers or run.cfg.scaling["kind"] in ("llama3", "longrope")  # whose divisors a GGUF file keeps
     name = "" if fixed else describe("scaling", {**scalings[0], "factor": "auto"})
+    arch = {"mistral": "llama"}.get(config.values["model_type"], config.values["model_type"])
+    convert = "no flag: convert it with this config.json"
+    if rope.get(FULL, rope).get("rope_type") == "llama3" and (arch, L) != ("llama", 8192):
+        convert = "none: its converter reads Llama 3's ramp of Llama models with L = 8192 only"
+    more = f"-c {ctx} --override-kv {arch}.context_length=int:{ctx}"  # llama-server has no longer contexts
     return {
-        "transformers, in config.json instead of rope_scaling": json.dumps(keys)[1:-1],
+        "transformers 5, in config.json instead of rope_scaling": json.dumps(keys)[1:-1],
         "vLLM": f"--max-model-len {ctx} --hf-overrides '{json.dumps(keys)}'",
-        "llama.cpp": f"{flags[name]} -c {ctx}" if name in flags else "no flag: convert it with this config.json",
+        "llama.cpp": f"{flags[name]} {more}" if name in flags else convert,
     }

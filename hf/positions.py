@@ -246,8 +246,6 @@ def scaling_knobs(parameters: Config, rope_type: str, longest: int, L: int) -> d
         if read["attention_factor"] is None and all(mscale.values()):  # transformers uses them only if both are there
             growth = 0.1 * float(np.log(read["factor"]))
             read["attention_factor"] = (growth * mscale["mscale"] + 1) / (growth * mscale["mscale_all_dim"] + 1)
-    if read.get("attention_factor", 0) is None:
-        del read["attention_factor"]  # the method computes it from the factor
     return {"kind": kind} | {RENAMED.get(kind, {}).get(name, name): value for name, value in read.items()}
 
 

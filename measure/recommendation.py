@@ -41,7 +41,8 @@ def about_context(run: Run) -> list[str]:
 def candidates(run: Run, ctx: int, added: Method) -> list[Method]:
     """The usual methods that apply, and `added`, as a deployed model has them. UserError if there is none."""
     methods = {label: [yaml_values("scaling", x) for x in names.split()] for label, names in CANDIDATES.items()}
-    methods |= {added.label: added.scalings} if added not in (NONE, WINDOW) else {}
+    if added not in (NONE, WINDOW) and added.scalings not in methods.values():
+        methods = {added.label: added.scalings} | methods
     fixed, found = {("factor", "auto"): "fixed", ("always", False): True}, []
     for label, scalings in methods.items():
         deployed = [k | {x: new for (x, old), new in fixed.items() if k.get(x) == old} for k in scalings]
@@ -113,6 +114,7 @@ def compare(evaluation: Evaluation, methods: Sequence[Method], until: float) -> 
     control = min((truncation, window), key=lambda label: means[label].mean())
     gains = {label: means[control][:, 0] - x[:, 0] for label, x in means.items()}
     costs = {m.label: means[m.label][:, 1] - means[truncation][:, 0] for m in methods if m.label in means}
+    costs |= {NONE.label: 0 * means[truncation][:, 0]} if NONE.label in means else {}
     return control, means[control].mean(), gains, costs
 
 
@@ -161,14 +163,13 @@ def sentences(control: str, gains: Arrays, costs: Arrays, factors: Mapping[str, 
         chosen, *others = alike
         factor = f" with factor {factors[chosen]:g}" if factors[chosen] > 1 else ""
         better = f"at {ctx} it is {text(gains[chosen])} nats/token better than {control}"
-        lines = [f"Use {chosen}{factor}: {better}; it costs {text(costs[chosen])} at {L}."]
+        name = "no scaling" if chosen == NONE.label else chosen
+        lines = [f"Use {name}{factor}: {better}; it costs {text(costs[chosen])} at {L}."]
         if others:
             lines.append(f"These texts do not tell it apart from {' or '.join(others)}, but it costs least.")
         return lines
     first = max(costs, key=lambda m: gains[m].mean())
     lines = [f"Nothing beats {control} on these texts: keep {L} tokens ({first} {text(gains[first])})."]
-    if (truncation := f"truncation to {L}") != control:  # which is what the flags do
-        lines.append(f"The flags below truncate, which is {text(gains[truncation])} against that window.")
     if (high := interval(gains[first])[1]) > 0:
         lines.append(f"Not settled: more minutes may show a gain of up to {high:.3f}.")
     return lines

@@ -208,12 +208,6 @@ def q_text(q: float | None) -> str:
     return "<0.001" if q < 0.001 else f"{q:.3f}" if q < 0.01 else f"{q:.2f}"
 
 
-def with_q(p_of: Sequence[float | None]) -> list[float | None]:
-    """The q values of the p values; None stays None."""
-    q = iter(q_values([p for p in p_of if p is not None]))
-    return [None if p is None else next(q) for p in p_of]
-
-
 def origin(claim: Claim, plan: str, rows: Rows) -> str:
     """The file of the rows that test a claim, their commits, and the command that measures them."""
     seen = sorted({row.commit for c in claim.checks for seeds in c.conditions(rows) for row in seeds.values()})
@@ -223,10 +217,10 @@ def origin(claim: Claim, plan: str, rows: Rows) -> str:
 def claims_section(plan: str, rows: Rows, claims: Sequence[Claim]) -> list[str]:
     """The lines of the table of these claims, those by construction last."""
     results = sorted((measure(claim, rows) for claim in claims), key=lambda x: bool(x.claim.by_construction))
-    tested = [x.p and not x.claim.by_construction and not x.claim.budget for x in results]
-    q = with_q([min(x.p) if test and x.p else None for x, test in zip(results, tested, strict=True)])
-    lines = []
-    for x, q_of_claim in zip(results, q, strict=True):
+    p = [None if x.claim.by_construction or x.claim.budget or not x.p else min(x.p) for x in results]
+    q, lines = iter(q_values([each for each in p if each is not None])), []
+    for x, p_of_claim in zip(results, p, strict=True):
+        q_of_claim = None if p_of_claim is None else next(q)
         claim, one = x.claim, x.seeds == 1 and all(found is None or found.seeds == 1 for found in x.found)
         measured = "; ".join(describe(c, found, rows) for c, found in zip(claim.checks, x.found, strict=True))
         verdict = f"by construction: {claim.by_construction}" if claim.by_construction else x.verdict(q_of_claim)

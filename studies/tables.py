@@ -13,10 +13,10 @@ import numpy as np
 from conf.errors import user_errors
 from measure.curves import Curve
 from measure.groups import FEWEST
-from measure.intervals import Estimate, estimate, interval_text, mean_interval, ratio_interval
+from measure.intervals import Estimate, estimate, interval_text, mean_interval, q_values, ratio_interval
 from measure.report import OWN, describe_context, effective_context, whole_answers
 from studies import gain_parts
-from studies.claims import q_text, with_q
+from studies.claims import q_text
 from studies.plan import EXTENSIONS, LADDER, LADDER_THIRD, REAL_DOCUMENTS, REAL_TOKENS, SHORTER, SOLVED, TASKS
 from studies.rows import BAR, RESULTS, Rows, difference, fill, header, line, publish, read_rows
 
@@ -57,14 +57,12 @@ def in_seeds(deltas: np.ndarray) -> Estimate | str:
 
 def gain_table(columns: list[str], gains: dict[str, list[Estimate | str]]) -> list[str]:
     """A table of gains: name of a line -> its cells, `+0.100 [+0.032, +0.179] q=0.03`; q over all of them."""
+    q = iter(q_values([cell.p for cells in gains.values() for cell in cells if isinstance(cell, Estimate)]))
 
-    def show(cell: Estimate | str, q: float | None) -> str:
-        if isinstance(cell, str):
-            return cell
-        return f"{cell} q={q_text(q)}".replace("=<", "<")
+    def show(cell: Estimate | str) -> str:
+        return cell if isinstance(cell, str) else f"{cell} q={q_text(next(q))}".replace("=<", "<")
 
-    q = iter(with_q([None if isinstance(cell, str) else cell.p for cells in gains.values() for cell in cells]))
-    lines = [line([name, *(show(cell, next(q)) for cell in cells)]) for name, cells in gains.items()]
+    lines = [line([name, *map(show, cells)]) for name, cells in gains.items()]
     return [*header(["", *columns]), *lines]
 
 

@@ -26,7 +26,7 @@ from tests.helpers import StubModel, error_of, eval_settings, held_out, run_comm
 # ---- the choice ----
 
 NOISE = 0.01 * np.array([-1.0, 1.0, -1.0, 1.0, 0.0])
-COSTS = {m: np.full(5, cost) for m, cost in {"YaRN": 0.02, "NTK": 0.01, "PI": 0.3}.items()}
+COSTS = {m: np.full(5, cost) for m, cost in {"YaRN": 0.02, "NTK": 0.01, "PI": 0.3, "none": 0}.items()}
 
 
 @pytest.mark.parametrize(
@@ -36,11 +36,13 @@ COSTS = {m: np.full(5, cost) for m, cost in {"YaRN": 0.02, "NTK": 0.01, "PI": 0.
         ({"YaRN": 0.10 + NOISE, "NTK": 0.099 - NOISE, "PI": 0.01 * NOISE}, ["NTK", "YaRN"], "apart from YaRN"),
         ({"YaRN": 0.005 + NOISE, "NTK": NOISE, "PI": -1 + NOISE}, [], "Not settled: "),
         ({"YaRN": -0.1 + NOISE, "NTK": -0.2 + NOISE, "PI": -0.01 + NOISE}, [], "keep 64 tokens (PI -0.010 ["),
+        ({"YaRN": 0.1 + NOISE, "none": 0.2 + NOISE}, ["none"], "Use no scaling: "),  # as of layers=irope
     ],
 )
 def test_the_choice_is_the_best_beyond_its_interval_and_of_equals_the_cheapest(gains, chosen, words):
-    assert choose(gains, COSTS) == chosen
-    lines = sentences("truncation to 64", gains, COSTS, dict.fromkeys(COSTS, 4.0), 256, 64)
+    costs = {m: COSTS[m] for m in gains}
+    assert choose(gains, costs) == chosen
+    lines = sentences("truncation to 64", gains, costs, dict.fromkeys(COSTS, 4.0) | {"none": 1.0}, 256, 64)
     assert words in " ".join(lines)
 
 
@@ -97,7 +99,7 @@ def test_all_lengths_score_the_same_targets_and_have_one_factor_and_one_group(tm
     task = ["task.scored_tokens=8", "task.windows=4"]
     model, grouped = Ends(needs=120, window_costs=2.0), Method("grouped", [yaml_values("scaling", "self_extend")])
     evaluation = stub_evaluation(model, texts, tmp_path, "ctx=[64,128]", *task)
-    yarn, *_, grouped = recommendation.candidates(evaluation.run, 128, grouped)
+    grouped, yarn, *_ = recommendation.candidates(evaluation.run, 128, grouped)
     assert [evaluation.change(yarn, n).factor for n in (8, 64, 128)] == [2, 2, 2]
     control, _, gains, costs = recommendation.compare(evaluation, [yarn, grouped], time.monotonic() + 60)
     assert model.groups == {0, 4}  # never 1, which auto is at L
@@ -176,10 +178,11 @@ def test_what_software_is_told(tmp_path):
     assert "qwen2 scales other layers" in str(told("qwen2, window")["YaRN"])
     of = told("llama", ignored="foo", foo=3)
     assert "scaling=rerope" in str(of["ReRoPE, log-n"])
-    assert of["YaRN"]["llama.cpp"] == "--rope-scaling yarn --rope-scale 3 --yarn-orig-ctx 32 -c 96"
-    assert of["PI"]["llama.cpp"] == "--rope-scaling linear --rope-scale 3 -c 96"
+    more = "-c 96 --override-kv llama.context_length=int:96"
+    assert of["YaRN"]["llama.cpp"] == f"--rope-scaling yarn --rope-scale 3 --yarn-orig-ctx 32 {more}"
+    assert of["PI"]["llama.cpp"] == f"--rope-scaling linear --rope-scale 3 {more}"
     bases = [float(x["NTK"]["llama.cpp"].split()[3]) for x in (of, told("mistral3, mistral"))]  # of text_config
-    assert bases == pytest.approx([10_000 * 3 ** (8 / 6)] * 2) and "no flag" in of["Llama 3's ramp"]["llama.cpp"]
+    assert bases == pytest.approx([10_000 * 3 ** (8 / 6)] * 2) and "8192 only" in of["Llama 3's ramp"]["llama.cpp"]
     assert of["NTK"]["llama.cpp"].startswith("--rope-scaling none ")  # also of a file that has one
     assert "no flag" in told("llama", "llama3")["NTK"]["llama.cpp"]
     full = told("olmo3", layer_types=["full_attention"] * 5)["NTK"]["llama.cpp"]
