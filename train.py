@@ -278,7 +278,7 @@ class Training:
         folders = [f"{k}={getattr(cfg, k)}" for k in ("runs", "cache") if getattr(cfg, k) != getattr(TrainConfig, k)]
         lengths, ctx = sorted(len(d.tokens) for d in self.corpus.held_out), default_ctx(cfg, self.model.pos)
         if lengths[-1] <= ctx:  # the longest length that half of the documents have
-            folders.append(f"ctx={lengths[len(lengths) // 2] - 1}")
+            folders.append(f"ctx={max(lengths[len(lengths) // 2], min(lengths[-1], 65)) - 1}")
         settings = shlex.join([f"run={cfg.name}", f"scaling={scaling}", *folders])
         say(f"next: python eval.py {settings}")
 
