@@ -10,7 +10,7 @@ import math
 import shlex
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -62,7 +62,8 @@ def train(cfg: TrainConfig) -> None:
     device = devices.start(cfg.device, cfg.kernel)
     if device.type == "cpu":
         devices.keep_freed_memory()
-    with locked(folder) if distributed.rank() == 0 else nullcontext():
+    with ExitStack() as stack:
+        distributed.on_rank0(lambda: stack.enter_context(locked(folder)))
         state = checkpoint.last_state(folder, cfg)
         if state and state["step"] == cfg.steps:
             say(f"{folder}: already trained; fresh=true starts over")
@@ -95,7 +96,7 @@ def check_settings(cfg: TrainConfig) -> None:
     encoding = gpt.build_encoding(cfg)
     change = gpt.trained_scaling(cfg, gpt.trained_context(cfg, encoding))
     for knobs in cfg.scalings:
-        right = "left to evaluation: its map of positions acts past L only or (always) changes n <= L, too"
+        right = "left to evaluation: a map of positions is no part of a training"
         check("always" not in knobs, "scaling", describe_knobs("scaling", knobs), right)
     if cfg.positions == "random_float" and (type(encoding) is not Rope or change.logn or change.position_map):
         given = f"{gpt.describe_encoding(cfg)} scaling={describe_knobs('scaling', cfg.scaling)} plus={cfg.plus}"
@@ -277,7 +278,7 @@ class Training:
         scaling = "none" if self.model.pos.inv_freq is None or cfg.init else "ntk" if cfg.ctx >= 256 else "yarn"
         folders = [f"{k}={getattr(cfg, k)}" for k in ("runs", "cache") if getattr(cfg, k) != getattr(TrainConfig, k)]
         lengths, ctx = sorted(len(d.tokens) for d in self.corpus.held_out), default_ctx(cfg, self.model.pos)
-        if lengths[-1] <= ctx:  # the longest length that half of the documents have
+        if lengths[-1] <= ctx:  # then so many as half of the documents have; 64 are scored
             folders.append(f"ctx={max(lengths[len(lengths) // 2], min(lengths[-1], 65)) - 1}")
         settings = shlex.join([f"run={cfg.name}", f"scaling={scaling}", *folders])
         say(f"next: python eval.py {settings}")

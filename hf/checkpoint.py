@@ -215,7 +215,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def open_tensors(paths: list[Path]) -> dict[str, Callable[[], Tensor]]:
-    """The tensors of these safetensors files. UserError if a file is missing or incomplete."""
+    """The tensors of these safetensors files. UserError if a file is missing or incomplete.
+
+    Of a model that also reads images: those of its text part, by the names that models without images have.
+    """
     tensors: dict[str, Callable[[], Tensor]] = {}
     for path in paths:
         try:

@@ -18,9 +18,9 @@ from hf.families import FAMILIES, read_settings
 from hf.open import open_checkpoint
 from hf.positions import EXPRESSIBLE, FULL, WRITTEN_AS, layer_keys, layers_of
 
-# The file keeps its share of rotated dimensions. The dynamic methods cost nothing at L, but a written base does
-ANY_SHARE = {key: right for key, right in EXPRESSIBLE.items() if key != "pos.rotary_fraction"}
-ANY_SHARE["scaling"] = (*WRITTEN_AS, "ntk")
+# The file keeps its share of rotated dimensions. Not the dynamic methods: at L they cost nothing, a written base does
+DEPLOYABLE = {key: right for key, right in EXPRESSIBLE.items() if key != "pos.rotary_fraction"}
+DEPLOYABLE["scaling"] = (*WRITTEN_AS, "ntk")
 
 
 def scaled_keys(run: Run, config: Config, scalings: list[dict], ctx: int) -> dict[str, Any]:
@@ -30,14 +30,14 @@ def scaled_keys(run: Run, config: Config, scalings: list[dict], ctx: int) -> dic
     """
     L, method, model_type = run.context.train_ctx, scalings[0], config.values["model_type"]
     deployed = {"scaling": method, "plus": [knobs["kind"] for knobs in scalings[1:]], "ctx": ctx, "init": "hf"}
-    layers = layers_of(replace(run.cfg, **deployed, pretrained={"ctx": L}), ANY_SHARE)
+    layers = layers_of(replace(run.cfg, **deployed, pretrained={"ctx": L}), DEPLOYABLE)
     by_type = FAMILIES[model_type].positions.sliding_base is not None
     keys = {"rope_parameters": layer_keys(layers, ctx, by_type)["rope_parameters"], "max_position_embeddings": ctx}
     values = {key: value for key, value in config.values.items() if key != "rope_scaling"} | keys
     c = Config(config.path, values)
     c.keys_read |= values.keys()  # the others were checked when the file was read
     back, _, _ = read_settings(c, ctx, L if method["kind"] == "pi" else None)
-    same = layers_of(back, ANY_SHARE) == layers
+    same = layers_of(back, DEPLOYABLE) == layers
     check(same, "rope_parameters", method["kind"], f"another: {model_type} scales other layers by it")
     return {"text_config": keys} if config.prefix else keys
 
@@ -61,10 +61,9 @@ def deployment(run: Run, cfg: EvalConfig, scalings: list[dict], ctx: int) -> dic
     fixed = run.cfg.layers or run.cfg.scaling["kind"] in ("llama3", "longrope")  # whose divisors a GGUF file keeps
     name = "" if fixed else describe("scaling", {**scalings[0], "factor": "auto"})
     arch = {"mistral": "llama"}.get(config.values["model_type"], config.values["model_type"])
-    convert = "no flag: convert it with this config.json"
-    if rope.get(FULL, rope).get("rope_type") == "llama3" and (arch, L) != ("llama", 8192):
-        convert = "none: its converter reads Llama 3's ramp of Llama models with L = 8192 only"
-    more = f"-c {ctx} --override-kv {arch}.context_length=int:{ctx}"  # llama-server has no longer contexts
+    misread = rope.get(FULL, rope).get("rope_type") == "llama3" and (arch, L) != ("llama", 8192)
+    convert = "none: its converter needs Llama and L = 8192" if misread else "no flag: convert it with this config.json"
+    more = f"-c {ctx} --override-kv {arch}.context_length=int:{ctx}"  # llama-server serves no more than context_length
     return {
         "transformers 5, in config.json instead of rope_scaling": json.dumps(keys)[1:-1],
         "vLLM": f"--max-model-len {ctx} --hf-overrides '{json.dumps(keys)}'",

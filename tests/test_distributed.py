@@ -16,6 +16,7 @@ import torch.distributed as dist
 import train
 from engine import checkpoint, distributed
 from engine.compile import compile_blocks, recompute_blocks
+from engine.files import locked
 from model import attention, gpt
 from tests.helpers import ROOT, SMALL, line_of, run_command, run_eval, run_train, start, train_settings, wait_until
 
@@ -80,11 +81,12 @@ def assert_same_run(folder: str, alone: Path) -> None:
 
 @pytest.mark.distributed
 def test_two_processes_train_as_one_does(here, alone):
-    """With accumulation: each adds up 2 micro-batches of 2 rows, where one process has 4."""
-    out, err = finish(torchrun("train.py", *SETTINGS, "name=two"))
-    assert_same_run("runs/two", alone)
+    """With accumulation: each adds up 2 micro-batches of 2 rows, where one process has 4. Both refuse a locked run."""
+    with locked(Path("runs/7")):
+        out, err = finish(torchrun("train.py", "-m", *SETTINGS, "seed=7,0", "name=${seed}"), code=None)
+    assert_same_run("runs/0", alone)
     assert last_loss(err) == pytest.approx(last_loss((alone / "stderr").read_text()), abs=0.0011)  # of 3 decimals
-    assert out.count("trained runs/two") == 1 and "on cpu, 2 processes" in out
+    assert out.count("trained runs/0") == 1 and "on cpu, 2 processes" in out
 
 
 @pytest.mark.slow

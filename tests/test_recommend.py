@@ -182,7 +182,7 @@ def test_what_software_is_told(tmp_path):
     assert of["YaRN"]["llama.cpp"] == f"--rope-scaling yarn --rope-scale 3 --yarn-orig-ctx 32 {more}"
     assert of["PI"]["llama.cpp"] == f"--rope-scaling linear --rope-scale 3 {more}"
     bases = [float(x["NTK"]["llama.cpp"].split()[3]) for x in (of, told("mistral3, mistral"))]  # of text_config
-    assert bases == pytest.approx([10_000 * 3 ** (8 / 6)] * 2) and "8192 only" in of["Llama 3's ramp"]["llama.cpp"]
+    assert bases == pytest.approx([10_000 * 3 ** (8 / 6)] * 2) and "L = 8192" in of["Llama 3's ramp"]["llama.cpp"]
     assert of["NTK"]["llama.cpp"].startswith("--rope-scaling none ")  # also of a file that has one
     assert "no flag" in told("llama", "llama3")["NTK"]["llama.cpp"]
     full = told("olmo3", layer_types=["full_attention"] * 5)["NTK"]["llama.cpp"]
