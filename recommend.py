@@ -69,8 +69,8 @@ def recommend(cfg: RecommendConfig) -> None:
     print_table(rows)
     missing = [m for m in methods if m not in gains]
     print_wrapped(f"{len(gains[control])} documents" + (f"; no time for {', '.join(missing)}" if missing else ""))
-    scaled = {m for m, x in methods.items() if any("factor" in knobs for knobs in x.scalings)}
-    factors = {m: run.change(x.scalings, ctx, ctx).factor if m in scaled else 1.0 for m, x in methods.items()}
+    scaled = [m for m in methods.values() if any("factor" in knobs for knobs in m.scalings)]
+    factors = {m.label: run.change(m.scalings, ctx, ctx).factor for m in scaled}
     lines = recommendation.sentences(control, gains, costs, factors, ctx, L)
     if hits:
         chosen, line = recommendation.recall_sentence(hits, L)
@@ -78,8 +78,7 @@ def recommend(cfg: RecommendConfig) -> None:
     elif not chosen:
         lines.append("Copying from further than L back was not tried: no time was left, or texts or ctx are short.")
     if not chosen and control != (truncation := f"truncation to {L}"):  # which is what the flags do
-        worse = recommendation.text(gains[truncation])
-        lines.append(f"The flags below truncate, which is {worse} against that window.")
+        lines.append(f"The flags below truncate: {recommendation.text(gains[truncation])} against that window.")
     if loss > 0.85 * texts.task.guess:
         lines.append(f"Doubtful: {loss:.2f} nats/token is hardly better than guessing, {texts.task.guess:.2f}.")
     for line in ("", *lines):

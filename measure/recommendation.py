@@ -158,10 +158,10 @@ def choose(gains: Arrays, costs: Arrays) -> list[str]:
 
 
 def sentences(control: str, gains: Arrays, costs: Arrays, factors: Mapping[str, float], ctx: int, L: int) -> list[str]:
-    """The choice in words. factors: label -> s; 1 of a method that has none."""
+    """The choice in words. factors: label -> s, of methods that have one."""
     if alike := choose(gains, costs):
         chosen, *others = alike
-        factor = f" with factor {factors[chosen]:g}" if factors[chosen] > 1 else ""
+        factor = f" with factor {factors[chosen]:g}" if factors.get(chosen, 1) > 1 else ""
         better = f"at {ctx} it is {text(gains[chosen])} nats/token better than {control}"
         name = "no scaling" if chosen == NONE.label else chosen
         lines = [f"Use {name}{factor}: {better}; it costs {text(costs[chosen])} at {L}."]
