@@ -55,7 +55,8 @@ OTHERS |= {"linear_attention": ("pos=rope", "attention=linear"), "rope_qk_norm":
 SHORTER = {"rope_half": 2, "rope_quarter": 4}  # rope with fewer steps, to compare at equal losses within L
 LARGER_BASE = 500_000  # of ABF, as Xiong et al. have it
 # Parameters -> the model; all heads have 64 dimensions, so the same frequencies
-LADDER = {"0.7M": ("model.n_layers=2", "model.n_heads=2", "model.width=128"), "3.7M": (), "11M": ("model=tiny",)}
+SHAPES = {"0.7M": (2, 128), "3.7M": (4, 256), "11M": (6, 384)}  # layers, width
+LADDER = {M: (f"model.n_layers={n}", f"model.n_heads={w // 64}", f"model.width={w}") for M, (n, w) in SHAPES.items()}
 LADDER_THIRD = "3.7M"  # with a third of the steps it has as many tokens for each parameter as the largest
 TASKS = ("recall", "mqar")
 SOLVED = 0.8  # the accuracy of the effective context
@@ -135,7 +136,7 @@ def from_scratch(size: Size, part: str, name: str, seed: int, *evaluations: Eval
     chosen = settings or others or ((f"pos={name}",) if name in choices("pos") else (f"layers={name}",))
     if name in choices("pos") and "max_positions" in yaml_values("pos", name):  # a table of positions needs all rows
         chosen += (f"pos.max_positions={max(n for x in evaluations for n in x.lengths)}",)
-    train = (*chosen, *size.train, f"seed={seed}")
+    train = (*size.train, *chosen, f"seed={seed}")
     return Job(part, f"{name}-s{seed}", seed, train, evaluations)
 
 

@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--factor", type=float, default=8.0, help="extension factor of the methods that have one")
     parser.add_argument("--out", default="results/spectrum", help="writes OUT.png, .svg, .pdf")
     args = parser.parse_args()
-    if args.ctx < 2 or args.rotary_dim < 4 or args.rotary_dim % 2 or args.base < 1 or args.factor < 1:
+    if not (args.ctx >= 2 and args.rotary_dim >= 4 and not args.rotary_dim % 2 and args.base >= 1 and args.factor >= 1):
         raise UserError("--ctx must be at least 2, --rotary-dim even and at least 4, --base and --factor at least 1")
 
     L, out = args.ctx, Path(args.out)

@@ -46,17 +46,17 @@ def test_plans_train_every_encoding_schedule_and_extension_with_every_seed(size)
         assert (f"pos.max_positions={job.longest}" in job.train) == has_table or job.seed == 1
 
 
-@pytest.mark.parametrize("name", plan.PLANS)
-def test_a_plan_can_be_trained_and_evaluated_as_it_says(name):
+@pytest.mark.parametrize("name, size", [*((name, "default") for name in plan.PLANS), ("ladder", "small")])
+def test_a_plan_can_be_trained_and_evaluated_as_it_says(name, size):
     """Settings that train.py takes, parents that come first, and methods that apply to the run."""
-    size = plan.load_size("default")
+    size = plan.load_size(size)
     jobs = plan.planned_jobs(name, size, (0,))
     names = [job.name for job in jobs]
     for job in jobs:
         if job.model:
             continue  # it is not trained
         cfg = train_settings(*job.train)
-        assert (cfg.seed, cfg.batch_tokens) == (0, size.training.batch_tokens)
+        assert cfg.seed == 0
         divisor = (plan.SHORTER | {"ladder-3.7M-third": 3}).get(job.name.removesuffix("-s0"), 1)
         tuned = {"gemma3_all_scaled-s0": 1, "drope_qk_norm-s0": size.training.steps}.get(job.name, size.finetune_steps)
         assert cfg.steps == (tuned if cfg.init else size.training.steps // divisor)
@@ -116,7 +116,7 @@ def test_a_small_matrix_runs_and_skips_what_is_done(here, monkeypatch, capsys):
     rows = read_rows(here / "rows.jsonl")
     assert {row.label for row in rows.rows} == {"none", "window"} and not (here / ".cache").exists()
     [row] = rows.find("alibi", "window", 64).values()
-    assert row.command.startswith("python train.py pos=alibi")
+    assert "pos=alibi" in row.command.split()
     before = (here / "rows.jsonl").stat().st_mtime_ns
     matrix.main()
     assert "0 to do" in capsys.readouterr().out

@@ -44,7 +44,7 @@ def test_spectrum_study_draws_a_picture(tmp_path, monkeypatch, capsys):
     spectrum_study.main()
     assert "yarn: warning: scaling.beta_fast=32" in capsys.readouterr().out
     assert {f.suffix for f in tmp_path.iterdir()} == {".png", ".svg", ".pdf"}
-    monkeypatch.setattr(sys, "argv", ["spectrum", "--ctx", "1"])
+    monkeypatch.setattr(sys, "argv", ["spectrum", "--base", "nan"])
     with pytest.raises(UserError, match="--ctx must be at least 2"):
         spectrum_study.main()
 
