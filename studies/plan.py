@@ -223,9 +223,8 @@ def ladder_jobs(size: Size, seed: int) -> Iterator[Job]:
     methods = Evaluation(near, ("pi", "ntk", "yarn")), Evaluation(near, ("rerope",), ("plus=logn",))
     sizes = LADDER | {f"{LADDER_THIRD}-third": (*LADDER[LADDER_THIRD], f"steps={size.training.steps // 3}")}
     for name, model in sizes.items():
-        settings = ("pos=rope", "data=python", *model)
         run, tuned = f"ladder-{name}", Evaluation(size.lengths(4))
-        yield from_scratch(size, "ladder", run, seed, *methods, settings=settings)
+        yield from_scratch(size, "ladder", run, seed, *methods, settings=("pos=rope", "data=python", *model))
         further = f"ctx={4 * size.L}", "scaling=yarn", *FINETUNED
         yield from_run(size, "ladder", f"{run}-yarn-4L", seed, *further, evaluations=(tuned,), run=run)
 
