@@ -136,7 +136,7 @@ def from_scratch(size: Size, part: str, name: str, seed: int, *evaluations: Eval
     chosen = settings or others or ((f"pos={name}",) if name in choices("pos") else (f"layers={name}",))
     if name in choices("pos") and "max_positions" in yaml_values("pos", name):  # a table of positions needs all rows
         chosen += (f"pos.max_positions={max(n for x in evaluations for n in x.lengths)}",)
-    train = (*size.train, *chosen, f"seed={seed}")
+    train = (*size.train, *chosen, f"seed={seed}")  # of two values of one setting the later one counts
     return Job(part, f"{name}-s{seed}", seed, train, evaluations)
 
 
