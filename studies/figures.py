@@ -164,7 +164,7 @@ def base(rows: Rows) -> Any:
         points = {b: losses for b, run in runs.items() if len(losses := rows.losses(run, "none", n))}
         draw_line(ax, (points, f"n = {n}", {"color": plots.pyplot().get_cmap("viridis")(0.85 * k / 3)}))
     ax.set(xscale="log", yscale="log")
-    ax.set_xticks(list(runs), [f"{b:,.0f}" for b in runs], fontsize=8)
+    ax.set_xticks(list(runs), [f"{b:,.0f}" for b in runs], fontsize=8, rotation=15, ha="right")
     ax.xaxis.set_minor_locator(NullLocator())
 
     bound = base_bound(HEAD_DIM, L)
